@@ -1,0 +1,184 @@
+"""Expert-parallel groups: which devices exchange tokens, and in which topology."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AbstractMesh, AxisType, Mesh
+
+from jax_moe import _ffi
+
+AXIS_NAMES = ("data", "node", "rank")
+
+
+def make_mesh(
+    *,
+    data: int = 1,
+    node: int = 1,
+    rank: int = -1,
+    devices=None,
+    axis_types: tuple[AxisType, ...] | None = None,
+) -> Mesh:
+    """Makes the mesh with axes (data, node, rank) that the package's defaults expect.
+
+    Args:
+      data: number of replicas of the expert-parallel group.
+      node: number of nodes (NVLink domains) that one group spans.
+      rank: devices per node. At most one of the three may be -1: it takes what is left.
+      devices: the devices to use, in order; all of `jax.devices()` by default.
+      axis_types: one `jax.sharding.AxisType` an axis; all Auto by default.
+
+    Returns:
+      A `jax.sharding.Mesh` of shape (data, node, rank).
+
+    Raises:
+      ValueError: the sizes do not multiply to the number of devices.
+    """
+    devices = np.asarray(jax.devices() if devices is None else devices).reshape(-1)
+    sizes = [data, node, rank]
+    text = f"make_mesh(data={data}, node={node}, rank={rank}) on {devices.size} devices"
+    if sizes.count(-1) > 1 or any(size < 1 and size != -1 for size in sizes):
+        raise ValueError(f"{text}: sizes must be >= 1, and at most one may be -1 (fill).")
+    if -1 in sizes:
+        rest = math.prod(size for size in sizes if size != -1)
+        if devices.size % rest:
+            raise ValueError(f"{text}: the given sizes multiply to {rest}, not a divisor.")
+        sizes[sizes.index(-1)] = devices.size // rest
+    if math.prod(sizes) != devices.size:
+        raise ValueError(
+            f"{text}: the sizes multiply to {math.prod(sizes)}; set one of them to -1 to fill, "
+            "or pass devices=jax.devices()[:n]."
+        )
+    types = (AxisType.Auto,) * 3 if axis_types is None else axis_types
+    return Mesh(devices.reshape(sizes), AXIS_NAMES, axis_types=types)
+
+
+@dataclasses.dataclass(frozen=True)
+class ExpertGroup:
+    """The ranks among which experts are spread, built once and before any tracing.
+
+    Every setting of the mesh axes that are not in `axes` has a group of its own. The group rank
+    of virtual rank v of a device is (the device's index over `axes`, row-major) * virtual_ranks
+    + v, and node n holds the ranks n * ranks_per_node to (n + 1) * ranks_per_node - 1.
+
+    Args:
+      mesh: the mesh over which the caller's `jax.shard_map` runs. An `AbstractMesh` serves for
+        lowering only.
+      axes: the mesh axes of the group, the node axis first: (node, rank), or a single axis.
+      virtual_ranks: ranks that each device hosts; 1 in production, more to run a larger topology
+        on few devices.
+      num_nodes: nodes in the group's topology; by default the size of axes[0] where there are
+        two axes, else 1. It sets the order of summation of `combine`.
+      timeout_s: seconds that a call waits for the other ranks before it fails by name.
+
+    Raises:
+      ValueError: an axis is not in the mesh, or the ranks do not divide into the nodes.
+
+    Source: docs/design.md, "Groups, ranks and virtual ranks".
+    """
+
+    mesh: Mesh | AbstractMesh
+    axes: tuple[str, ...] = ("node", "rank")
+    virtual_ranks: int = 1
+    num_nodes: int | None = None
+    timeout_s: float = dataclasses.field(default=60.0, compare=False)
+
+    def __post_init__(self):
+        axes = (self.axes,) if isinstance(self.axes, str) else tuple(self.axes)
+        object.__setattr__(self, "axes", axes)
+        missing = [axis for axis in axes if axis not in self.mesh.axis_names]
+        if missing or not axes or len(set(axes)) != len(axes):
+            raise ValueError(
+                f"ExpertGroup axes {axes}: each must be a different axis of the mesh, whose axes "
+                f"are {self.mesh.axis_names}; name them with axes=(node axis, rank axis)."
+            )
+        if self.virtual_ranks < 1:
+            raise ValueError(f"virtual_ranks={self.virtual_ranks}: must be >= 1.")
+        if self.num_nodes is None:
+            nodes = self.mesh.shape[axes[0]] if len(axes) == 2 else 1
+            object.__setattr__(self, "num_nodes", nodes)
+        if self.nodes < 1 or self.num_ranks % self.nodes:
+            raise ValueError(
+                f"num_nodes={self.num_nodes}: must divide the group's {self.num_ranks} ranks "
+                f"({self.num_devices} devices x {self.virtual_ranks} virtual ranks)."
+            )
+        self.rebuild()
+
+    @property
+    def nodes(self) -> int:
+        """Number of nodes N."""
+        assert self.num_nodes is not None
+        return self.num_nodes
+
+    @property
+    def num_devices(self) -> int:
+        """Devices in one group."""
+        return math.prod(self.mesh.shape[axis] for axis in self.axes)
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks R in one group, virtual ones counted."""
+        return self.num_devices * self.virtual_ranks
+
+    @property
+    def ranks_per_node(self) -> int:
+        """Ranks of one node."""
+        return self.num_ranks // self.nodes
+
+    @property
+    def other_axes(self) -> tuple[str, ...]:
+        """Mesh axes that are not the group's; each setting of them has its own group."""
+        return tuple(axis for axis in self.mesh.axis_names if axis not in self.axes)
+
+    @property
+    def devices(self) -> tuple[jax.Device, ...]:
+        """Devices of the mesh; empty on an AbstractMesh."""
+        return tuple(self.mesh.devices.flat) if isinstance(self.mesh, Mesh) else ()
+
+    @property
+    def key(self) -> int:
+        """Stable 63-bit hash of mesh, axes and sizes: the group's name in compiled programs."""
+        parts = (
+            tuple(self.mesh.shape.items()),
+            tuple(device.id for device in self.devices),
+            self.axes,
+            self.virtual_ranks,
+            self.num_nodes,
+        )
+        return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:8], "little") >> 1
+
+    def __str__(self) -> str:
+        sizes = " x ".join(f"{axis}={self.mesh.shape[axis]}" for axis in self.axes)
+        virtual = f", {self.virtual_ranks} virtual ranks a device" if self.virtual_ranks > 1 else ""
+        return f"ExpertGroup({sizes}{virtual}: {self.num_ranks} ranks on {self.nodes} nodes)"
+
+    def set_timeout(self, timeout_s: float) -> None:
+        """Sets the seconds that calls of this group wait for missing ranks, from now on."""
+        if not timeout_s > 0:
+            raise ValueError(f"timeout_s={timeout_s}: must be > 0 seconds.")
+        _ffi.register_group(self.key, timeout_s, str(self))
+
+    def close(self) -> None:
+        """Tears the group down: compiled calls of it fail by name until `rebuild`."""
+        _ffi.unregister_group(self.key)
+
+    def rebuild(self) -> None:
+        """Sets the group up, again after `close` or a fault; compiled programs stay valid."""
+        self.set_timeout(self.timeout_s)
+
+    def check(self) -> None:
+        """Raises the faults that calls of this group left since the last check.
+
+        On CPU devices a failed call raises by itself, so nothing is ever left.
+        """
+
+    def location(self) -> jax.Array:
+        """This device's place, inside `jax.shard_map`: int32[2] = (group instance, index in it)."""
+        zero = jnp.int32(0)
+        instance = jax.lax.axis_index(self.other_axes) if self.other_axes else zero
+        return jnp.stack([instance, jax.lax.axis_index(self.axes)]).astype(jnp.int32)

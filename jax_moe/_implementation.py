@@ -1,0 +1,139 @@
+"""Which code carries out an operation, and the checks that all implementations share."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import logging
+from types import ModuleType
+from typing import Literal
+
+import jax
+from jax.extend.core import Primitive
+from jax.interpreters import batching, mlir
+from jax.sharding import Mesh
+
+from jax_moe._group import ExpertGroup
+
+Name = Literal["cpu", "xla", "reference"]
+_MODULES = {"cpu": "jax_moe._cpu", "xla": "jax_moe._xla", "reference": "jax_moe._gathered"}
+NAMES = tuple(_MODULES)
+
+_log = logging.getLogger("jax_moe")
+
+
+def module(name: str) -> ModuleType:
+    """The module with `plan`, `dispatch` and `combine` of an implementation."""
+    # Imported late: the implementations take the plan's types, which take this module.
+    return importlib.import_module(_MODULES[name])
+
+
+def resolve(name: str | None, group: ExpertGroup) -> str:
+    """Chooses where `name` is None, and refuses a name that cannot serve the group.
+
+    Raises:
+      ValueError: unknown name.
+      NotImplementedError: the named implementation does not run on the group's devices.
+    """
+    if name is not None and name not in NAMES:
+        raise ValueError(f"implementation={name!r}: must be one of {NAMES} or None.")
+    if name in ("xla", "reference"):
+        return name
+    obstacle = _cpu_obstacle(group)
+    if name == "cpu" and obstacle:
+        raise NotImplementedError(
+            f'implementation="cpu" cannot serve {group}: {obstacle}; use implementation="xla".'
+        )
+    choice = "xla" if obstacle else "cpu"
+    _announce(group, choice, obstacle)
+    return choice
+
+
+def _cpu_obstacle(group: ExpertGroup) -> str | None:
+    """Why the CPU custom calls cannot serve the group, if so."""
+    if not isinstance(group.mesh, Mesh):
+        return None  # An abstract mesh is only lowered.
+    platforms = sorted({device.platform for device in group.devices})
+    if platforms != ["cpu"]:
+        return f"its devices are of platform {', '.join(platforms)}, not cpu"
+    processes = {device.process_index for device in group.devices}
+    if len(processes) > 1:
+        return f"it spans {len(processes)} processes, and CPU custom calls meet within one"
+    return None
+
+
+@functools.cache
+def _announce(group: ExpertGroup, choice: str, obstacle: str | None) -> None:
+    """Says once a group what was chosen."""
+    reason = f", since {obstacle}" if obstacle else ""
+    _log.info('%s: implementation "%s"%s', group, choice, reason)
+
+
+def check_context(group: ExpertGroup, operation: str) -> None:
+    """Refuses a call outside a `jax.shard_map` over the group's mesh.
+
+    Raises:
+      ValueError: not inside such a shard_map, or another mesh, or an axis that is not manual.
+    """
+    here = jax.sharding.get_abstract_mesh()
+    if here.empty or not set(group.axes) <= set(here.manual_axes):
+        raise ValueError(
+            f"jax_moe.{operation} was called where the manual mesh axes are "
+            f"{here.manual_axes if not here.empty else ()}, but {group} needs {group.axes}: call "
+            "it inside jax.shard_map(..., mesh=group.mesh)."
+        )
+    if dict(here.shape) != dict(group.mesh.shape):
+        raise ValueError(
+            f"jax_moe.{operation} runs in a shard_map over the mesh {dict(here.shape)}, but the "
+            f"group was built on {dict(group.mesh.shape)}: use one mesh for both."
+        )
+    partial = [axis for axis in here.axis_names if axis not in here.manual_axes]
+    if any(here.shape[axis] > 1 for axis in partial):
+        raise ValueError(
+            f"jax_moe.{operation}: the mesh axes {partial} are not manual in this shard_map, so "
+            "the copies of the group along them could not be told apart; leave axis_names out of "
+            "jax.shard_map so that every axis is manual."
+        )
+
+
+def vary(group: ExpertGroup, *trees):
+    """Types all operands of an exchange alike: varying over the group's axes and any of theirs."""
+    leaves, structure = jax.tree.flatten(trees)
+    axes = set(group.axes).union(*(varying_axes(leaf) for leaf in leaves))
+    return jax.tree.unflatten(structure, [cast_varying(leaf, axes) for leaf in leaves])
+
+
+def varying_axes(array: jax.Array) -> frozenset[str]:
+    """The manual mesh axes over which the array is typed as varying."""
+    return jax.typeof(array).manual_axis_type.varying
+
+
+def cast_varying(array: jax.Array, axes) -> jax.Array:
+    """The array, typed as varying over `axes` too."""
+    missing = tuple(sorted(set(axes) - varying_axes(array)))
+    return jax.lax.pcast(array, missing, to="varying") if missing else array
+
+
+def refuse_vmap(operation: str, array: jax.Array) -> jax.Array:
+    """The array itself; raises where it is batched by `jax.vmap`.
+
+    Raises:
+      NotImplementedError: under vmap.
+    """
+    return _refuse_vmap_p.bind(array, operation=operation)
+
+
+_refuse_vmap_p = Primitive("jax_moe_refuse_vmap")
+_refuse_vmap_p.def_impl(lambda x, *, operation: x)
+_refuse_vmap_p.def_abstract_eval(lambda x, *, operation: x)
+mlir.register_lowering(_refuse_vmap_p, lambda ctx, x, *, operation: [x])
+
+
+def _batched(args, dims, *, operation):
+    raise NotImplementedError(
+        f"jax_moe.{operation} cannot be vmapped: an exchange is one event on all ranks. Fold the "
+        "batch into the tokens, or loop over it with jax.lax.scan."
+    )
+
+
+batching.primitive_batchers[_refuse_vmap_p] = _batched

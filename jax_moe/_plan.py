@@ -1,0 +1,197 @@
+"""The plan: everything that is derived from the expert ids, once, for all exchanges of a layer."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+
+from jax_moe import _implementation
+from jax_moe._group import ExpertGroup
+from jax_moe._reference import align_up
+
+Tail = Literal["zero", "undefined"]
+
+
+@dataclasses.dataclass(frozen=True)
+class PlanSpec:
+    """The static half of a plan; capacity and alignment are in rows."""
+
+    group: ExpertGroup
+    num_experts: int
+    capacity: int
+    alignment: int
+    tail: Tail
+    implementation: str
+
+    @property
+    def experts_per_rank(self) -> int:
+        """Experts that each rank holds, E/R."""
+        return self.num_experts // self.group.num_ranks
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """Where every (token, k) goes and where every row comes from; a pytree of int32 arrays.
+
+    Shapes are those of one device with V virtual ranks, whose blocks lie end to end. T tokens a
+    rank, K experts a token, C rows a rank, E experts on R ranks.
+
+    Attributes:
+      expert_ids: [V*T, K] the given ids, -1 in place of those outside 0..E-1.
+      positions: [V*T, K] the row at the expert's rank, -1 for no expert or a dropped row.
+      sources: [V*C] (source rank * T + token) * K + k of each row, -1 for padding and tail.
+      group_sizes: [V*E/R] real rows of each local expert.
+      padded_group_sizes: [V*E/R] the same rounded up to the alignment; expert e's rows start at
+        the sum of the padded sizes before it (within its rank's block).
+      dropped: [V*E/R] rows of each local expert that were dropped past the capacity.
+      invalid: [V] how many of the rank's ids were neither -1 nor in 0..E-1.
+      spec: static settings.
+    """
+
+    expert_ids: jax.Array
+    positions: jax.Array
+    sources: jax.Array
+    group_sizes: jax.Array
+    padded_group_sizes: jax.Array
+    dropped: jax.Array
+    invalid: jax.Array
+    spec: PlanSpec = dataclasses.field(metadata={"static": True})
+
+
+def row_capacity(
+    *,
+    tokens: int,
+    top_k: int,
+    num_experts: int,
+    num_ranks: int,
+    capacity_factor: float | None = None,
+    alignment: int = 1,
+) -> int:
+    """Rows of capacity that one rank needs.
+
+    Args:
+      tokens: tokens T of one rank.
+      top_k: experts K of one token.
+      num_experts: experts E of the group.
+      num_ranks: ranks R of the group.
+      capacity_factor: multiple of the balanced load T*K; None for the worst case, in which every
+        rank's tokens all go here, each to min(K, E/R) different experts.
+      alignment: rows to which each expert's group is padded.
+
+    Returns:
+      A number of rows, a multiple of `alignment`.
+    """
+    per_rank = num_experts // num_ranks
+    if capacity_factor is not None:
+        return max(alignment, align_up(math.ceil(capacity_factor * tokens * top_k), alignment))
+    rows = num_ranks * tokens * min(top_k, per_rank)
+    # Every non-empty group may waste up to alignment - 1 rows.
+    return align_up(rows + min(per_rank, rows) * (alignment - 1), alignment)
+
+
+def plan(
+    expert_ids: jax.Array,
+    *,
+    group: ExpertGroup,
+    num_experts: int,
+    capacity: int | None = None,
+    capacity_factor: float | None = None,
+    alignment: int = 1,
+    tail: Tail | None = None,
+    implementation: _implementation.Name | None = None,
+) -> Plan:
+    """Plans the exchange of one batch of tokens; call it inside `jax.shard_map` over the group.
+
+    Rows at an expert's rank are ordered by (expert, source rank, token, k). An id of -1 means no
+    expert; other ids outside 0..E-1 count as -1 and are reported in `Plan.invalid`. The same
+    expert may stand twice in a token: each mention is a row of its own. Past the capacity the
+    largest cap on every expert of the rank is used that fits; within an expert the last (source
+    rank, token, k) are dropped, and `Plan.dropped` counts them exactly.
+
+    Args:
+      expert_ids: int32 [V*T, K]; row v*T + t is token t of the device's virtual rank v.
+      group: the expert-parallel group; expert e lives on its rank e // (E/R).
+      num_experts: E, a multiple of the group's ranks R.
+      capacity: rows C of one rank. By default the worst case R*T*min(K, E/R), which ids that
+        are distinct within a token cannot overflow; see `row_capacity`.
+      capacity_factor: sets C to this multiple of the balanced load T*K instead.
+      alignment: rows to a multiple of which each expert's group is padded with zero rows.
+      tail: what dispatch (and combine's backward pass) leaves in the rows past the last group:
+        "zero" or "undefined"; None takes the implementation's default, "zero" here.
+      implementation: "cpu", "xla", "reference", or None to choose by the group's devices.
+
+    Returns:
+      A `Plan`, to be given to `dispatch` and `combine`.
+
+    Raises:
+      ValueError: wrong shapes, dtypes or sizes, or called outside a shard_map over the group.
+      NotImplementedError: the named implementation does not run on these devices; or under vmap.
+
+    Source: docs/design.md, "Semantics".
+    """
+    spec = _make_spec(
+        expert_ids, group, num_experts, capacity, capacity_factor, alignment, tail, implementation
+    )
+    _implementation.check_context(group, "plan")
+    (expert_ids,) = _implementation.vary(group, expert_ids)
+    expert_ids = _implementation.refuse_vmap("plan", expert_ids)
+    arrays = _implementation.module(spec.implementation).plan(expert_ids, spec)
+    return Plan(*arrays, spec=spec)
+
+
+def _make_spec(
+    expert_ids, group, num_experts, capacity, capacity_factor, alignment, tail, implementation
+) -> PlanSpec:
+    """Checks plan's arguments and resolves the ones left open."""
+    if expert_ids.ndim != 2 or expert_ids.dtype != jnp.int32:
+        raise ValueError(
+            f"expert_ids is {expert_ids.dtype}{list(expert_ids.shape)}: must be int32 "
+            "[virtual ranks * tokens, top_k]; convert with .astype(jnp.int32) or reshape."
+        )
+    leading, top_k = expert_ids.shape
+    if leading % group.virtual_ranks or not leading or not top_k:
+        raise ValueError(
+            f"expert_ids has shape {list(expert_ids.shape)}: its first axis must be a positive "
+            f"multiple of the device's {group.virtual_ranks} virtual ranks and its second >= 1; "
+            "ranks short of tokens pass rows of -1."
+        )
+    if num_experts < 1 or num_experts % group.num_ranks:
+        raise ValueError(
+            f"num_experts={num_experts}: must be a positive multiple of the group's "
+            f"{group.num_ranks} ranks; add experts or use a smaller group."
+        )
+    if alignment < 1:
+        raise ValueError(f"alignment={alignment}: must be >= 1 row.")
+    if capacity is not None and capacity_factor is not None:
+        raise ValueError(
+            f"capacity={capacity} and capacity_factor={capacity_factor}: give one of them."
+        )
+    if capacity_factor is not None and not 0 < capacity_factor < math.inf:
+        raise ValueError(f"capacity_factor={capacity_factor}: must be a finite number > 0.")
+    tokens = leading // group.virtual_ranks
+    if capacity is None:
+        capacity = row_capacity(
+            tokens=tokens,
+            top_k=top_k,
+            num_experts=num_experts,
+            num_ranks=group.num_ranks,
+            capacity_factor=capacity_factor,
+            alignment=alignment,
+        )
+    # Row numbers, and the numbers of (token, k) pairs in the group, are int32.
+    largest = max(group.num_ranks * tokens * top_k + num_experts * alignment, capacity)
+    if not 0 < capacity or largest >= 2**31:
+        raise ValueError(
+            f"capacity={capacity} rows, {group.num_ranks} ranks x {tokens} tokens x {top_k}: the "
+            "capacity must be >= 1, and it and the (token, k) pairs of the group < 2**31; "
+            "use fewer tokens a call."
+        )
+    if tail not in (None, "zero", "undefined"):
+        raise ValueError(f'tail={tail!r}: must be "zero", "undefined" or None.')
+    name = _implementation.resolve(implementation, group)
+    return PlanSpec(group, num_experts, capacity, alignment, tail or "zero", name)
