@@ -1,6 +1,7 @@
-"""Writes tests/golden/*.npz: what Hugging Face transformers' DeepseekV3 computes, in fp32, weights to gradients.
+"""Writes tests/golden/*.npz: what Hugging Face transformers' DeepseekV3 computes in fp32.
 
-The tests read the files and need neither torch nor transformers. To make them again (Python 3.11 or later):
+The tests read the files and need neither torch nor transformers. To make them again, with
+Python 3.11 or later:
 
     python -m venv /tmp/venv_golden
     /tmp/venv_golden/bin/pip install torch==2.13.0 "transformers==5.24.*" numpy
@@ -19,8 +20,8 @@ from transformers.models.deepseek_v3 import modeling_deepseek_v3 as deepseek
 
 GOLDEN = Path(__file__).resolve().parent.parent / "tests" / "golden"
 
-# A token whose k-th and (k+1)-th choice (of experts or of groups) are closer than this could be routed
-# differently by another order of additions: the script refuses such inputs.
+# A token whose k-th and (k+1)-th choice (of experts or of groups) are closer than this could be
+# routed differently by another order of additions: the script refuses such inputs.
 SMALLEST_MARGIN = 1e-4
 
 MODEL = dict(
@@ -65,7 +66,7 @@ def fill(module, seed):
     """Sets every weight: matrices at 1/sqrt(fan-in), norms around 1, routing biases around 0."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for name, weight in sorted(module.named_parameters()):
+        for _, weight in sorted(module.named_parameters()):
             noise = torch.randn(weight.shape, generator=generator)
             is_vector = weight.ndim == 1
             weight.copy_(1 + 0.2 * noise if is_vector else noise / weight.shape[-1] ** 0.5)
@@ -75,7 +76,7 @@ def fill(module, seed):
 
 
 def routing_margin(gate, logits):
-    """The smallest gap between what was chosen and what was not, over tokens, experts and groups."""
+    """The smallest gap between chosen and not chosen, over tokens, experts and groups."""
     scores = torch.sigmoid(logits) + gate.e_score_correction_bias
     groups = scores.view(len(scores), gate.num_group, -1)
     sums = groups.topk(2).values.sum(-1).sort(descending=True).values
@@ -118,7 +119,7 @@ def routing_arrays(calls):
 
 
 def state_arrays(module):
-    """Weights and routing biases under `weights/`, gradients under `gradients/`, by Hugging Face's names."""
+    """`weights/NAME` (routing biases too) and `gradients/NAME`, by Hugging Face's names."""
     arrays = {f"weights/{name}": weight for name, weight in module.named_parameters()}
     arrays |= {
         f"weights/{n}": b
@@ -154,7 +155,7 @@ def make_moe_block(name, seed, **changes):
 
 
 def make_model(name, seed, **changes):
-    """The whole causal model on 2 x 16 tokens: logits, hidden states, next-token loss, its gradients."""
+    """The causal model on 2 x 16 tokens: logits, hidden states, next-token loss, gradients."""
     config = make_config(**changes)
     model = transformers.DeepseekV3ForCausalLM(config).train()
     fill(model, seed)
