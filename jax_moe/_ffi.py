@@ -1,0 +1,62 @@
+"""Loads the native extension and registers its XLA FFI targets."""
+
+from __future__ import annotations
+
+import jax
+import jaxlib.version
+
+OLDEST_JAXLIB = (0, 11, 2)
+FIRST_UNTRIED_JAXLIB = (0, 13)
+
+
+def _check_jaxlib() -> None:
+    found = jaxlib.version.__version_info__
+    if not OLDEST_JAXLIB <= found < FIRST_UNTRIED_JAXLIB:
+        raise ImportError(
+            f"jax_moe works with jaxlib >=0.11.2,<0.13, but jaxlib {jaxlib.version.__version__} is "
+            "installed: pip install 'jax>=0.11.2,<0.13' 'jaxlib>=0.11.2,<0.13'."
+        )
+
+
+_check_jaxlib()
+try:
+    from jax_moe import _native
+except ImportError as error:
+    raise ImportError(
+        f"jax_moe's native extension cannot be loaded ({error}). Build it with `pip install .` "
+        "(needs a C++20 compiler), or install a wheel for this platform and Python."
+    ) from error
+
+
+def _register() -> None:
+    for platform, targets in _native.targets().items():
+        for name, stages in targets.items():
+            jax.ffi.register_ffi_target(name, stages, platform=platform)
+
+
+_register()
+
+
+def register_group(key: int, timeout_s: float, description: str) -> None:
+    """Makes a group known to the native side, or changes its timeout.
+
+    Args:
+      key: the group's stable hash, as in the calls' attributes.
+      timeout_s: seconds that a call waits for missing ranks; calls that wait now see it too.
+      description: what error messages call the group.
+
+    Raises:
+      ValueError: the timeout is not a positive number.
+    """
+    if not timeout_s > 0:
+        raise ValueError(f"timeout_s={timeout_s} must be > 0 seconds.")
+    _native.register_group(key, float(timeout_s), description)
+
+
+def unregister_group(key: int) -> None:
+    """Forgets a group: its calls, those that wait included, fail until it is registered again.
+
+    Args:
+      key: the group's stable hash; an unknown one is ignored.
+    """
+    _native.unregister_group(key)
