@@ -124,8 +124,9 @@ def _zeros(shape: tuple[int, ...], dtype: Any, like: Array) -> Array:
     return cast_varying(jnp.zeros(shape, dtype), varying_axes(like))
 
 
-def _sum_dtype(dtype: Any) -> Any:
-    return jnp.promote_types(dtype, jnp.float32)
+def sum_dtype(dtype: Any) -> Any:
+    """The dtype in which values of `dtype` are added: float32, or float64 for float64."""
+    return jnp.float64 if dtype == jnp.float64 else jnp.float32
 
 
 # The product and its weight gradient are each other's derivatives (with the product of the
@@ -227,7 +228,7 @@ def _matmul_blocks(rows, weights, sizes, virtual_ranks, transposed):
                 _read(rows, first),
                 matrix,
                 (((1,), (contracted,)), ((), ())),
-                preferred_element_type=_sum_dtype(rows.dtype),
+                preferred_element_type=sum_dtype(rows.dtype),
             )
             return _write(out, first, counts, product)
 
@@ -241,7 +242,7 @@ def _matmul_blocks(rows, weights, sizes, virtual_ranks, transposed):
 def _outer_blocks(left, right, sizes, virtual_ranks):
     num_rows, num_experts = left.shape[0], sizes.shape[0]
     starts = _group_starts(sizes, virtual_ranks, num_rows)
-    wide = _sum_dtype(left.dtype)
+    wide = sum_dtype(left.dtype)
 
     def expert(e, out):
         def step(first, counts, total):
@@ -260,7 +261,7 @@ def _outer_blocks(left, right, sizes, virtual_ranks):
 
 def _swiglu_block(gate_up: Array, row_s: Array) -> Array:
     """silu(gate) * up * row_s in float32, rounded to gate_up's dtype."""
-    wide = _sum_dtype(gate_up.dtype)
+    wide = sum_dtype(gate_up.dtype)
     gate, up = jnp.split(gate_up.astype(wide), 2, axis=1)
     return (jax.nn.silu(gate) * up * row_s.astype(wide)[:, None]).astype(gate_up.dtype)
 
@@ -322,7 +323,7 @@ def _matmul_ragged(rows, weights, sizes, virtual_ranks, transposed):
     if transposed:
         weights = jnp.swapaxes(weights, 1, 2)
     parts = [
-        lax.ragged_dot(_real(r, s), w, s, preferred_element_type=_sum_dtype(rows.dtype))
+        lax.ragged_dot(_real(r, s), w, s, preferred_element_type=sum_dtype(rows.dtype))
         for r, w, s in zip(*_split(virtual_ranks, rows, weights, sizes), strict=True)
     ]
     return jnp.concatenate(parts).astype(rows.dtype)
@@ -336,7 +337,7 @@ def _outer_ragged(left, right, sizes, virtual_ranks):
     )
     parts = [
         lax.ragged_dot_general(
-            _real(a, s), _real(b, s), s, numbers, preferred_element_type=_sum_dtype(left.dtype)
+            _real(a, s), _real(b, s), s, numbers, preferred_element_type=sum_dtype(left.dtype)
         )
         for a, b, s in zip(*_split(virtual_ranks, left, right, sizes), strict=True)
     ]
