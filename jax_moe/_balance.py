@@ -1,0 +1,142 @@
+"""Load balance: the routing bias and its step, the sequence-wise loss, and a layer's statistics."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int
+
+from jax_moe._router import RouterConfig
+
+
+class RouterBias(nnx.Variable):
+    """The routing bias: float32 [E], added to the scores for choosing only.
+
+    Not a parameter: it has no gradient, and `update_bias` moves it once per optimizer step, so
+    keep it out of the optimizer (which `nnx.Param` filters do) and out of any cast to bfloat16.
+    """
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class MoEStats:
+    """What one call of an MoE layer reports, the same on all devices. Padding tokens count nowhere.
+
+    Attributes:
+      counts: int32 [E], tokens that chose each expert, over the whole mesh; before any dropping.
+      dropped: int32 [], rows dropped past the capacity, over the whole mesh.
+      aux_loss: float32 [], sequence-wise balance loss, unweighted; 1 at perfect balance.
+      max_vio: float32 [], largest load over mean load, minus 1; 0 at perfect balance.
+      min_load: float32 [], smallest load over mean load; 1 at perfect balance.
+      router_entropy: float32 [], mean entropy of the tokens' normalised scores, in nats.
+      nodes_per_token: float32 [], mean number of nodes whose experts a token chose.
+    """
+
+    counts: Int[Array, " experts"]
+    dropped: Int[Array, ""]
+    aux_loss: Float[Array, ""]
+    max_vio: Float[Array, ""]
+    min_load: Float[Array, ""]
+    router_entropy: Float[Array, ""]
+    nodes_per_token: Float[Array, ""]
+
+
+def update_bias(
+    bias: Float[Array, "*layers experts"],
+    counts: Int[Array, "*layers experts"],
+    step_size: float | Float[Array, ""],
+) -> Float[Array, "*layers experts"]:
+    """Raises the bias of every expert below the mean load by one step, lowers it above.
+
+    To be called once per optimizer step, with the counts of all its micro-batches added up. The
+    comparison with the mean is exact: integers alone, without a product that could overflow.
+
+    Args:
+      bias: float32 [..., E].
+      counts: integers [..., E], global loads of the optimizer step; their sum fits the type.
+      step_size: how far one step goes; 1e-3 in DeepSeek-V3's training.
+
+    Returns:
+      The new bias [..., E], of the bias' dtype; unchanged where a load equals the mean.
+
+    Raises:
+      ValueError: the shapes differ.
+      TypeError: the counts are not integers.
+
+    Source: DeepSeek-V3 technical report, section 2.1.2.
+    """
+    if bias.shape != counts.shape:
+        raise ValueError(
+            f"bias has shape {bias.shape} and counts {counts.shape}: one count per bias is needed."
+        )
+    if not jnp.issubdtype(counts.dtype, jnp.integer):
+        raise TypeError(
+            f"counts have dtype {counts.dtype}: averaged or cast counts cannot be compared "
+            "exactly; pass the integer sums."
+        )
+    num_experts = jnp.asarray(counts.shape[-1], counts.dtype)
+    total = jnp.sum(counts, axis=-1, keepdims=True, dtype=counts.dtype)
+    mean, rest = total // num_experts, total % num_experts
+    # count < total / E, in integers: below the quotient, or at it with a remainder left.
+    below = (counts < mean) | ((counts == mean) & (rest > 0))
+    direction = jnp.where(below, 1, jnp.where(counts > mean, -1, 0)).astype(bias.dtype)
+    return bias + jnp.asarray(step_size, bias.dtype) * direction
+
+
+def normalized_scores(
+    logits: Float[Array, "*tokens experts"], config: RouterConfig
+) -> Float[Array, "*tokens experts"]:
+    """Scores of all experts divided by their sum: float32 [..., E], finite for finite logits."""
+    logits = logits.astype(jnp.float32)
+    # As a softmax over log(score), which is right where the scores themselves underflow.
+    return jax.nn.softmax(jax.nn.log_sigmoid(logits) if config.score == "sigmoid" else logits)
+
+
+def sequence_balance_loss(
+    logits: Float[Array, "*sequences length experts"],
+    mask: Bool[Array, "*sequences length"] | None,
+    config: RouterConfig,
+) -> Float[Array, ""]:
+    """The sequence-wise auxiliary loss, unweighted: the mean over sequences of sum_i f_i P_i.
+
+    f_i is E/K times the share of the sequence's tokens whose K largest unbiased scores, whatever
+    the groups, include expert i; P_i is the mean of the normalised scores. Only P has a gradient.
+
+    Args:
+      logits: floating point [..., S, E], of S tokens of one sequence.
+      mask: bool [..., S], True for real tokens; None where all are. A sequence without any does
+        not count.
+      config: the router's configuration.
+
+    Returns:
+      float32 []; 0 where no sequence counts.
+
+    Source: DeepSeek-V3 technical report, section 2.1.2 (equations 17 to 20).
+    """
+    logits = logits.astype(jnp.float32)
+    num_experts, top_k = config.num_experts, config.top_k
+    real = jnp.ones(logits.shape[:-1], jnp.float32) if mask is None else mask.astype(jnp.float32)
+    length = jnp.maximum(jnp.sum(real, axis=-1), 1)[..., None]
+    scores = jax.nn.sigmoid(logits) if config.score == "sigmoid" else jax.nn.softmax(logits)
+    chosen = lax.top_k(lax.stop_gradient(scores), top_k)[1]
+    one_hot = chosen[..., None] == jnp.arange(num_experts, dtype=chosen.dtype)
+    hits = one_hot.any(-2).astype(jnp.float32) * real[..., None]
+    load = jnp.sum(hits, axis=-2) * (num_experts / top_k) / length
+    # Selected, not multiplied: a padding token may hold anything.
+    share = jnp.where(real[..., None] > 0, normalized_scores(logits, config), 0)
+    losses = jnp.sum(load * (jnp.sum(share, axis=-2) / length), axis=-1)
+    sequences = jnp.sum(jnp.any(real > 0, axis=-1), dtype=jnp.float32)
+    return jnp.sum(losses) / jnp.maximum(sequences, 1)
+
+
+def load_ratios(counts: Int[Array, " experts"]) -> tuple[Float[Array, ""], Float[Array, ""]]:
+    """(largest load / mean - 1, smallest load / mean), float32 []; (0, 1) without any token."""
+    loads = counts.astype(jnp.float32)
+    mean = jnp.mean(loads)
+    safe = jnp.where(mean > 0, mean, 1)
+    ratios = jnp.where(mean > 0, loads / safe, 1)
+    return jnp.max(ratios) - 1, jnp.min(ratios)

@@ -1,0 +1,284 @@
+"""The Flax nnx MoE layer: router, plan, dispatch, experts, combine, shared experts."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Bool, Float, Int
+
+from jax_moe import _balance, _implementation
+from jax_moe._balance import MoEStats, RouterBias
+from jax_moe._exchange import combine, dispatch
+from jax_moe._group import ExpertGroup
+from jax_moe._grouped_matmul import Engine, grouped_matmul, grouped_swiglu, sum_dtype
+from jax_moe._plan import plan
+from jax_moe._router import RouterConfig, route
+
+
+class MoE(nnx.Module):
+    """A Mixture-of-Experts layer with SwiGLU experts, expert-parallel over a group of devices.
+
+    Tokens are spread over every axis of the group's mesh, experts over the group's axes in the
+    order of the group's ranks. A call is one `jax.shard_map`, to be used inside a `jax.jit`, under
+    `nnx.scan` or `jax.lax.scan` over stacked layers and under `nnx.remat` or `jax.checkpoint`. It
+    writes nothing: the routing bias moves when `update_bias` is called.
+
+    Create the layer under `jax.jit` (or `nnx.jit`), so that no device ever holds all experts; the
+    weights carry their sharding as metadata.
+
+    Args:
+      hidden: H, width of a token.
+      width: W, inner width of one expert.
+      config: the routing. Left without groups it is settled here, once, by the group's number of
+        nodes; `layer.config` is the result and belongs into the model's checkpoint.
+      group: the expert-parallel group; E must be a multiple of its ranks.
+      num_shared: shared experts, through which every token goes; 0 for none.
+      shared_width: inner width of all shared experts together; num_shared * width by default.
+      capacity: rows of capacity of one rank; the worst case by default. See `jax_moe.plan`.
+      capacity_factor: the same as a multiple of the balanced load.
+      dtype: of the computation and of the rows that travel; by default what x and the parameters
+        promote to. The router computes in float32.
+      param_dtype: of the experts' weights; the router's kernel and bias are float32.
+      kernel_init: initializer of one matrix; each expert's is drawn by itself.
+      implementation: of plan, dispatch and combine; None chooses by the devices.
+      rngs: the stream `params` is used.
+
+    Raises:
+      ValueError: the numbers contradict each other, or a routing group would straddle two nodes.
+
+    Source: DeepSeek-V3 technical report, section 2.1.2.
+    """
+
+    def __init__(
+        self,
+        hidden: int,
+        width: int,
+        config: RouterConfig,
+        group: ExpertGroup,
+        *,
+        num_shared: int = 1,
+        shared_width: int | None = None,
+        capacity: int | None = None,
+        capacity_factor: float | None = None,
+        dtype: Any = None,
+        param_dtype: Any = jnp.float32,
+        kernel_init: Callable[..., Array] = nnx.initializers.normal(0.02),
+        implementation: _implementation.Name | None = None,
+        rngs: nnx.Rngs,
+    ):
+        _check_sizes(hidden, width, config, group, num_shared)
+        self.hidden, self.width, self.dtype = hidden, width, dtype
+        self.config = config.resolve(group.nodes)
+        self.settings = _Settings(self.config, group, capacity, capacity_factor, implementation)
+
+        num_experts = config.num_experts
+        experts = functools.partial(_make_experts, rngs, kernel_init, param_dtype, group)
+        self.router = nnx.Param(kernel_init(rngs.params(), (hidden, num_experts), jnp.float32))
+        self.bias = RouterBias(jnp.zeros(num_experts, jnp.float32))
+        # Gate and up are one matrix, gate first: the rows are then read once for both.
+        self.gate_up = experts((num_experts, hidden, 2 * width))
+        self.down = experts((num_experts, width, hidden))
+
+        shared = shared_width if shared_width is not None else num_shared * width
+        self.shared_gate_up = self.shared_down = nnx.data(None)
+        if num_shared:
+            make = functools.partial(kernel_init, dtype=param_dtype)
+            self.shared_gate_up = nnx.Param(make(rngs.params(), (hidden, 2 * shared)))
+            self.shared_down = nnx.Param(make(rngs.params(), (shared, hidden)))
+
+    def __call__(
+        self, x: Float[Array, "*batch hidden"], mask: Bool[Array, "*batch"] | None = None
+    ) -> tuple[Float[Array, "*batch hidden"], MoEStats]:
+        """Applies the layer.
+
+        Args:
+          x: floating point [..., S, H]; the next-to-last axis is a sequence for the auxiliary
+            loss, and any number of tokens is fine. Sharded over all mesh axes in row-major order
+            nothing has to move before the dispatch.
+          mask: bool [..., S], True for real tokens. Padding tokens use no expert, get zero from
+            the routed ones, and count in no statistic.
+
+        Returns:
+          (y of x's shape, of the layer's dtype, `MoEStats`).
+        """
+        if x.ndim < 2 or x.shape[-1] != self.hidden:
+            raise ValueError(
+                f"x has shape {x.shape}: it must be [..., length, {self.hidden}], with this "
+                f"layer's hidden={self.hidden} last."
+            )
+        if mask is not None and (mask.shape != x.shape[:-1] or mask.dtype != jnp.bool_):
+            raise ValueError(
+                f"mask is {mask.dtype}{list(mask.shape)}: it must be bool{list(x.shape[:-1])}, "
+                "True for real tokens."
+            )
+        dtype = self.dtype or np.promote_types(x.dtype, self.gate_up.dtype)
+        weights = self.router[...], self.bias[...], self.gate_up[...], self.down[...]
+        y, logits, totals = _routed_experts(self.settings, dtype, x, mask, *weights)
+        if self.shared_gate_up is not None:
+            y = y + _dense_swiglu(x, self.shared_gate_up[...], self.shared_down[...], dtype)
+        aux_loss = _balance.sequence_balance_loss(logits, mask, self.config)
+        return y, _make_stats(totals, aux_loss)
+
+    def update_bias(self, counts: Int[Array, "*layers experts"], step_size: float) -> None:
+        """Moves the routing bias by one step; once per optimizer step, outside any remat.
+
+        Args:
+          counts: `MoEStats.counts`, added up over the micro-batches of the step.
+          step_size: as in `jax_moe.update_bias`.
+        """
+        self.bias[...] = _balance.update_bias(self.bias[...], counts, step_size)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Settings:
+    """What a compiled call depends on beside shapes and dtypes."""
+
+    config: RouterConfig
+    group: ExpertGroup
+    capacity: int | None
+    capacity_factor: float | None
+    implementation: _implementation.Name | None
+
+    @property
+    def engine(self) -> Engine | None:
+        platforms = {device.platform for device in self.group.devices}
+        return ("blocks" if platforms == {"cpu"} else "ragged_dot") if platforms else None
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class _Totals:
+    """Sums over the whole mesh; int32 but for the entropy."""
+
+    counts: Array
+    dropped: Array
+    nodes: Array
+    tokens: Array
+    entropy: Array
+
+
+def _check_sizes(
+    hidden: int, width: int, config: RouterConfig, group: ExpertGroup, num_shared: int
+) -> None:
+    if hidden < 1 or width < 1 or num_shared < 0:
+        raise ValueError(
+            f"hidden={hidden}, width={width}, num_shared={num_shared}: hidden and width must be "
+            "at least 1, num_shared at least 0."
+        )
+    if config.num_experts % group.num_ranks:
+        raise ValueError(
+            f"num_experts={config.num_experts} is not a multiple of the {group.num_ranks} ranks "
+            f"of {group}: every rank holds the same number of experts. Change one of them."
+        )
+
+
+def _make_experts(rngs, kernel_init, dtype, group: ExpertGroup, shape) -> nnx.Param:
+    """Expert weights [E, ...], each expert's matrix drawn by itself, sharded over the group."""
+    keys = jax.random.split(rngs.params(), shape[0])
+    values = jax.vmap(lambda key: kernel_init(key, shape[1:], dtype))(keys)
+    spec = (group.axes, None, None)
+    is_real = isinstance(group.mesh, Mesh)
+    return nnx.Param(values, out_sharding=spec, mesh=group.mesh, eager_sharding=is_real)
+
+
+def _dense_swiglu(x: Array, gate_up: Array, down: Array, dtype: Any) -> Array:
+    """The shared experts: one SwiGLU over all tokens."""
+    gate, up = jnp.split(x.astype(dtype) @ gate_up.astype(dtype), 2, axis=-1)
+    return (jax.nn.silu(gate) * up) @ down.astype(dtype)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _routed_experts(
+    settings: _Settings, dtype: Any, x: Array, mask: Array | None, *weights: Array
+) -> tuple[Array, Array, _Totals]:
+    """Spreads the tokens over the mesh and takes them through router and experts."""
+    group, batch = settings.group, x.shape[:-1]
+    flat = x.reshape(-1, x.shape[-1])
+    real = jnp.ones(len(flat), jnp.bool_) if mask is None else mask.reshape(-1)
+    # Every virtual rank gets the same number of tokens; the last ones may be padding.
+    missing = -len(flat) % (group.mesh.size * group.virtual_ranks)
+    if missing:
+        flat, real = jnp.pad(flat, ((0, missing), (0, 0))), jnp.pad(real, (0, missing))
+    tokens, experts = P(group.mesh.axis_names), P(group.axes)
+    local = jax.shard_map(
+        functools.partial(_local_experts, settings, dtype),
+        mesh=group.mesh,
+        in_specs=(tokens, tokens, P(), P(), experts, experts),
+        out_specs=(tokens, tokens, P()),
+    )
+    y, logits, totals = local(flat, real, *weights)
+    if missing:
+        y, logits = y[:-missing], logits[:-missing]
+    return y.reshape(*batch, -1), logits.reshape(*batch, -1), totals
+
+
+def _local_experts(
+    settings: _Settings, dtype: Any, x, real, router, bias, gate_up, down
+) -> tuple[Array, Array, _Totals]:
+    """The routed experts on one device: its tokens, its experts."""
+    config, group = settings.config, settings.group
+    # Selected, not multiplied: padding may hold anything, NaN included.
+    x = jnp.where(real[:, None], x, 0)
+    wide = sum_dtype(x.dtype)
+    logits = jnp.matmul(x.astype(wide), router.astype(wide), precision=jax.lax.Precision.HIGHEST)
+    routing = route(logits, bias, config)
+    expert_ids = jnp.where(real[:, None], routing.expert_ids, -1)
+    exchange = plan(
+        expert_ids,
+        group=group,
+        num_experts=config.num_experts,
+        capacity=settings.capacity,
+        capacity_factor=settings.capacity_factor,
+        tail="undefined",  # nothing below reads it
+        implementation=settings.implementation,
+    )
+    scalars = routing.weights.astype(sum_dtype(dtype))
+    rows, row_s = dispatch(x.astype(dtype), scalars, exchange)
+    grouped = dict(virtual_ranks=group.virtual_ranks, engine=settings.engine)
+    sizes = exchange.group_sizes
+    # The gate weights go in before the down projection, where a row is narrowest.
+    inner = grouped_swiglu(
+        grouped_matmul(rows, gate_up.astype(dtype), sizes, **grouped), row_s, sizes, **grouped
+    )
+    rows = grouped_matmul(inner, down.astype(dtype), sizes, **grouped)
+    y, _ = combine(rows, row_s, exchange)
+    return y, logits, _sum_totals(settings, expert_ids, logits, real, exchange.dropped)
+
+
+def _sum_totals(settings: _Settings, expert_ids, logits, real, dropped) -> _Totals:
+    """Adds up over the mesh what the statistics need: one sum of integers, one of floats."""
+    num_experts, nodes = settings.config.num_experts, settings.group.nodes
+    one_hot = expert_ids[..., None] == jnp.arange(num_experts, dtype=jnp.int32)
+    chosen = one_hot.any(axis=1)
+    visited = chosen.reshape(-1, nodes, num_experts // nodes).any(axis=-1)
+    numbers = [jnp.sum(array, dtype=jnp.int32) for array in (dropped, visited, real)]
+    integers = jnp.concatenate([jnp.sum(chosen, axis=0, dtype=jnp.int32), jnp.stack(numbers)])
+    scores = _balance.normalized_scores(jax.lax.stop_gradient(logits), settings.config)
+    entropy = -jnp.sum(jax.scipy.special.xlogy(scores, scores), axis=-1)
+    entropy = jnp.sum(jnp.where(real, entropy, 0))
+    axes = settings.group.mesh.axis_names
+    integers, entropy = jax.lax.psum(integers, axes), jax.lax.psum(entropy, axes)
+    return _Totals(integers[:-3], *integers[-3:], entropy)
+
+
+def _make_stats(totals: _Totals, aux_loss: Array) -> MoEStats:
+    max_vio, min_load = _balance.load_ratios(totals.counts)
+    tokens = jnp.maximum(totals.tokens, 1).astype(jnp.float32)
+    return MoEStats(
+        counts=totals.counts,
+        dropped=totals.dropped,
+        aux_loss=aux_loss,
+        max_vio=max_vio,
+        min_load=min_load,
+        router_entropy=totals.entropy / tokens,
+        nodes_per_token=totals.nodes.astype(jnp.float32) / tokens,
+    )
