@@ -60,7 +60,7 @@ class RouterConfig:
             raise ValueError(f'score={self.score!r} is unknown: use "sigmoid" or "softmax".')
         if not (math.isfinite(self.scale) and self.scale > 0):
             raise ValueError(
-                f"scale={self.scale} must be finite and positive; 1.0 leaves the weights as they are."
+                f"scale={self.scale} must be finite and positive: 1.0 leaves the weights alone."
             )
         self._check_groups()
 

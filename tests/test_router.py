@@ -292,7 +292,7 @@ def test_resolve_sets_one_group_per_node_once():
 
 
 def test_config_is_static_and_comparable():
-    assert hash(V3) == hash(RouterConfig.deepseek_v3()) and V3 == RouterConfig.deepseek_v3()
+    assert hash(V3) == hash(RouterConfig.deepseek_v3()) and RouterConfig.deepseek_v3() == V3
     assert (V3.num_experts, V3.top_k, V3.num_groups, V3.top_groups) == (256, 8, 8, 4)
     assert (V3.group_score_top, V3.score, V3.normalize, V3.scale) == (2, "sigmoid", True, 2.5)
     assert RouterConfig(np.int64(8), np.int32(2)) == RouterConfig(8, 2)  # NumPy counts are fine

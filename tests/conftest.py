@@ -1,0 +1,31 @@
+"""Settings of every test: CPU devices, strict dtype promotion, and the run's header."""
+
+import os
+import sys
+from pathlib import Path
+
+import jax
+
+pytest_plugins = ["skip_policy", "pytester"]
+
+NUM_CPU_DEVICES = 8
+
+if not os.environ.get("JAX_NUM_CPU_DEVICES"):  # a run may ask for another number
+    jax.config.update("jax_num_cpu_devices", NUM_CPU_DEVICES)
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+
+# At the end, so that the trainer is found but an installed jax_moe goes before this tree's.
+sys.path.append(str(Path(__file__).parents[1]))
+
+
+def pytest_report_header():
+    import jaxlib
+
+    import jax_moe
+
+    devices = jax.devices()
+    return [
+        f"jax {jax.__version__}, jaxlib {jaxlib.__version__}, "
+        f"{len(devices)} x {devices[0].device_kind} ({devices[0].platform})",
+        f"jax_moe from {Path(jax_moe.__file__).parent}",
+    ]
