@@ -1,5 +1,7 @@
 """Expert-parallel Mixture-of-Experts communication for JAX."""
 
+from importlib.metadata import version as _version
+
 from jax_moe._exchange import combine, dispatch
 from jax_moe._group import ExpertGroup, make_mesh
 from jax_moe._plan import Plan, plan, row_capacity
@@ -17,3 +19,5 @@ __all__ = [
     "route",
     "row_capacity",
 ]
+
+__version__ = _version("jax_moe")
