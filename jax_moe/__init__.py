@@ -2,22 +2,32 @@
 
 from importlib.metadata import version as _version
 
+from jax_moe._balance import MoEStats, RouterBias, sequence_balance_loss, update_bias
 from jax_moe._exchange import combine, dispatch
 from jax_moe._group import ExpertGroup, make_mesh
+from jax_moe._grouped_matmul import grouped_matmul, grouped_swiglu
+from jax_moe._moe import MoE
 from jax_moe._plan import Plan, plan, row_capacity
 from jax_moe._router import RouterConfig, Routing, route
 
 __all__ = [
     "ExpertGroup",
+    "MoE",
+    "MoEStats",
     "Plan",
+    "RouterBias",
     "RouterConfig",
     "Routing",
     "combine",
     "dispatch",
+    "grouped_matmul",
+    "grouped_swiglu",
     "make_mesh",
     "plan",
     "route",
     "row_capacity",
+    "sequence_balance_loss",
+    "update_bias",
 ]
 
 __version__ = _version("jax_moe")
