@@ -25,20 +25,38 @@
 #define ABI_DISPATCH_SEND_WARPS 4
 #define ABI_DISPATCH_EXPAND_WARPS 8
 #define ABI_DISPATCH_THREADS 384
-#define ABI_COMBINE_WARPS 24
-#define ABI_COMBINE_SUM_WARPS 16
-#define ABI_COMBINE_ADD_WARPS 8
-#define ABI_COMBINE_THREADS 768
+#define ABI_COMBINE_WARPS 16
+#define ABI_COMBINE_SUM_WARPS 11
+#define ABI_COMBINE_ADD_WARPS 5
+#define ABI_COMBINE_THREADS 512
 
-// ---- Dynamic shared memory. plan: bytes per expert (rounded up to 4 experts) times experts. The rest: fixed.
-#define ABI_PLAN_SMEM_BYTES_PER_EXPERT 76
-#define ABI_DISPATCH_STAGE_BYTES 8192
+// ---- Dynamic shared memory: byte offsets and sizes. plan's depends on the experts: this many bytes for each
+// entry of a count row.
+#define ABI_PLAN_SMEM_ARRAYS 20
+#define ABI_PLAN_SMEM_BYTES_PER_ENTRY 80
+// dispatch: per warp a ring of stages and a list of 8 tokens x 16 destinations.
 #define ABI_DISPATCH_STAGES 2
-#define ABI_DISPATCH_SMEM_BYTES 196608
-#define ABI_COMBINE_TERM_BYTES 16
-#define ABI_COMBINE_LIST_BYTES 2048
-#define ABI_COMBINE_OUTER_BYTES 4096
-#define ABI_COMBINE_SMEM_BYTES 147456
+#define ABI_DISPATCH_PENDING_READS 0
+#define ABI_DISPATCH_STAGE_BYTES 8192
+#define ABI_DISPATCH_RING_BYTES 16384
+#define ABI_DISPATCH_LISTS_AT 196608
+#define ABI_DISPATCH_SMEM_BYTES 208896
+// combine: per warp the sum over nodes of one slab, a list of 8 tokens x 16 terms, and each token's number of terms.
+#define ABI_COMBINE_SLAB_BYTES 2048
+#define ABI_COMBINE_NODE_SUM_BYTES 4096
+#define ABI_COMBINE_LISTS_AT 65536
+#define ABI_COMBINE_NUM_TERMS_AT 81920
+#define ABI_COMBINE_NUM_TERMS_BYTES 32
+#define ABI_COMBINE_SMEM_BYTES 82432
+// A list: one 8-byte entry for each of 16 choices of each of 8 tokens.
+#define ABI_LIST_ENTRY_BYTES 8
+#define ABI_LIST_TOKEN_BYTES 128
+#define ABI_LIST_BYTES 1024
+// Static shared memory: the pool table, one barrier for each stage of each dispatch warp.
+#define ABI_TABLE_BYTES 512
+#define ABI_BARRIER_BYTES 8
+#define ABI_DISPATCH_WARP_BARRIER_BYTES 16
+#define ABI_DISPATCH_BARRIERS_BYTES 192
 
 // ---- Plan: the ids of one source are cut into segments, at most 128 over all sources.
 #define ABI_PLAN_MAX_SEGMENTS 128
@@ -121,6 +139,7 @@
 #define ABI_POOL_EXITS 128
 #define ABI_POOL_BUSY 256
 #define ABI_POOL_ABORT 384
+#define ABI_POOL_REPORTED 448
 #define ABI_POOL_WAIT_MAX 512
 #define ABI_POOL_WAIT_TOTAL 1024
 // Epoch flags written by peers: one a source rank (joined), one a (source, segment) (plan).
@@ -166,5 +185,7 @@
 // ---- Waiting. A wait polls this often before it looks at clocks, deadlines and abort words.
 #define ABI_WAIT_FAST_POLLS 16
 #define ABI_WAIT_SLEEP_NS 64
+// Polls between two looks at the deadline; a power of two less one.
+#define ABI_WAIT_DEADLINE_MASK 63
 
 #endif  // JAX_MOE_PTX_ABI_H_
