@@ -20,19 +20,19 @@ class RouterConfig:
     """How the router scores and limits a token's choice of experts.
 
     Args:
-        num_experts: E, experts in all.
-        top_k: K, experts chosen per token.
-        num_groups: groups of num_experts/num_groups consecutive experts; 1 is unlimited routing.
-            None is "not yet resolved": `route` treats it as 1, and `resolve` settles it for a mesh.
-        top_groups: groups a token may choose from; needed when num_groups is more than 1.
-        group_score_top: a group's score is the sum of this many of its best biased scores.
-        score: "sigmoid" (each expert by itself) or "softmax" (over all experts).
-        normalize: whether the chosen experts' weights are divided by their sum.
-        scale: factor on the weights.
+      num_experts: E, experts in all.
+      top_k: K, experts chosen per token.
+      num_groups: groups of num_experts/num_groups consecutive experts; 1 is unlimited routing.
+          None is "not yet resolved": `route` treats it as 1, and `resolve` settles it for a mesh.
+      top_groups: groups a token may choose from; needed when num_groups is more than 1.
+      group_score_top: a group's score is the sum of this many of its best biased scores.
+      score: "sigmoid" (each expert by itself) or "softmax" (over all experts).
+      normalize: whether the chosen experts' weights are divided by their sum.
+      scale: factor on the weights.
 
     Raises:
-        ValueError: the numbers contradict each other.
-        TypeError: a count is not an integer.
+      ValueError: the numbers contradict each other.
+      TypeError: a count is not an integer.
 
     Source: the gate of DeepSeek-V3 (technical report, section 2.1.2).
     """
@@ -132,13 +132,13 @@ class RouterConfig:
         stays when the model moves to another mesh.
 
         Args:
-            num_nodes: N, nodes of the expert-parallel group.
+          num_nodes: N, nodes of the expert-parallel group.
 
         Returns:
-            This configuration where num_groups is set; else one group per node, min(4, N) kept.
+          This configuration where num_groups is set; else one group per node, min(4, N) kept.
 
         Raises:
-            ValueError: the groups do not fit the experts or, where set already, the nodes.
+          ValueError: the groups do not fit the experts or, where set already, the nodes.
         """
         if self.num_groups is not None:
             self.check_nodes(num_nodes)
@@ -154,10 +154,10 @@ class RouterConfig:
         each group on one node; a token then goes to at most min(top_groups, num_nodes) nodes.
 
         Args:
-            num_nodes: N, nodes of the expert-parallel group.
+          num_nodes: N, nodes of the expert-parallel group.
 
         Raises:
-            ValueError: num_groups is neither 1 nor unset nor a multiple of num_nodes.
+          ValueError: num_groups is neither 1 nor unset nor a multiple of num_nodes.
         """
         if num_nodes < 1:
             raise ValueError(f"num_nodes={num_nodes} must be at least 1.")
@@ -174,9 +174,9 @@ class Routing(NamedTuple):
     """A router's choice.
 
     Attributes:
-        expert_ids: [..., K] int32, distinct, by descending biased score, ties to the lowest id.
-        weights: [..., K] float32 gate weights, from the unbiased scores of the chosen.
-        scores: [..., E] float32 unbiased scores of all experts.
+      expert_ids: [..., K] int32, distinct, by descending biased score, ties to the lowest id.
+      weights: [..., K] float32 gate weights, from the unbiased scores of the chosen.
+      scores: [..., E] float32 unbiased scores of all experts.
     """
 
     expert_ids: Int[Array, "*tokens topk"]
@@ -197,16 +197,16 @@ def route(
     in range, and NaN is seen in `scores`, and in `weights` where its expert is chosen.
 
     Args:
-        logits: [..., E] floating point, any leading shape; upcast to float32.
-        bias: [E] floating point, or None for none.
-        config: static; an unset num_groups counts as 1 (unlimited routing).
+      logits: [..., E] floating point, any leading shape; upcast to float32.
+      bias: [E] floating point, or None for none.
+      config: static; an unset num_groups counts as 1 (unlimited routing).
 
     Returns:
-        Routing(expert_ids [..., K] int32, weights [..., K] float32, scores [..., E] float32).
+      Routing(expert_ids [..., K] int32, weights [..., K] float32, scores [..., E] float32).
 
     Raises:
-        ValueError: the shapes do not fit `config`.
-        TypeError: the logits or the bias are not floating point.
+      ValueError: the shapes do not fit `config`.
+      TypeError: the logits or the bias are not floating point.
 
     Source: the gate of DeepSeek-V3 (technical report, section 2.1.2).
     """

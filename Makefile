@@ -1,0 +1,91 @@
+# make test                 all tests with jaxlib 0.11.2, in .venv (made if need be)
+# make test JAXLIB=0.12     a named subset with jaxlib 0.12, in .venv-0.12 (FULL=1: all tests)
+# make test TESTS=tests/test_router.py PYTEST_FLAGS=-x
+# make lint, make format    what CI checks, and what mends most of it
+# make dist                 wheel and sdist in dist/, each installed and tried in a fresh environment
+# PYTHON=/path/to/python    which Python makes the environments (else tools/find_python.sh looks)
+
+JAXLIB ?= 0.11.2
+EXTRAS := test,train
+
+# Whatever environment is active, the ones below are used.
+unexport PYTHONPATH PYTHONHOME VIRTUAL_ENV
+export PYTHON
+
+OLDEST := 0.11.2
+BUILD_VENV := .venv
+VENV := $(if $(filter $(OLDEST),$(JAXLIB)),$(BUILD_VENV),.venv-$(JAXLIB))
+TOOLS_VENV := .venv-tools
+CONSTRAINTS := tests/constraints-$(JAXLIB).txt
+ifeq ($(wildcard $(CONSTRAINTS)),)
+$(error JAXLIB=$(JAXLIB) has no $(CONSTRAINTS); there are: $(wildcard tests/constraints-*.txt))
+endif
+
+PIP := bin/python -m pip --disable-pip-version-check --quiet
+NATIVE_SOURCES := $(wildcard xla_ffi/* ptx/*)
+PYTHON_SOURCES := $(shell find jax_moe -name '*.py')
+CXX_FILES := $(wildcard xla_ffi/*.h xla_ffi/*.cc tests/cpp/*.h tests/cpp/*.cc)
+
+# What jaxlib 0.12 could break: the custom calls, their transformations, the router, the README.
+SUBSET := $(wildcard $(addprefix tests/test_,exchange.py gradients.py group.py readme.py router.py))
+TESTS ?= $(if $(or $(filter $(OLDEST),$(JAXLIB)),$(FULL)),tests,$(SUBSET))
+
+.PHONY: test lint format dist install FORCE
+.DELETE_ON_ERROR:
+
+test: install
+	$(VENV)/bin/python -P -m pytest $(PYTEST_FLAGS) $(TESTS)
+
+install: $(VENV)/.installed
+
+# Environments. One whose Python is gone is made anew; a good one that was here already is kept.
+VENVS := $(sort $(BUILD_VENV) $(VENV) $(TOOLS_VENV))
+BROKEN := $(shell for v in $(VENVS); do $$v/bin/python -c '' 2>/dev/null || echo $$v/.made; done)
+$(BROKEN): FORCE
+$(addsuffix /.made,$(VENVS)): tools/make_venv.sh tools/find_python.sh
+	tools/make_venv.sh $(@D)
+	@touch $@
+
+# Builds run without isolation, so that a rebuild is quick and offline. The build's requirements
+# (the oldest jaxlib among them) are pyproject.toml's.
+$(BUILD_VENV)/.build-requirements: $(BUILD_VENV)/.made pyproject.toml tests/constraints.txt \
+    tests/constraints-$(OLDEST).txt
+	$(BUILD_VENV)/$(PIP) install -c tests/constraints-$(OLDEST).txt cmake ninja \
+	    $$($(BUILD_VENV)/bin/python tools/build_requirements.py)
+	@touch $@
+
+# With the oldest jaxlib the project is installed editable; with another, from the wheel that was
+# built against the oldest, because that is what users get.
+ifeq ($(VENV),$(BUILD_VENV))
+$(VENV)/.installed: $(BUILD_VENV)/.build-requirements $(NATIVE_SOURCES)
+	$(VENV)/$(PIP) install -c $(CONSTRAINTS) --no-build-isolation --editable '.[$(EXTRAS)]'
+	@touch $@
+else
+build/wheel/.built: $(BUILD_VENV)/.build-requirements $(NATIVE_SOURCES) $(PYTHON_SOURCES) README.md
+	rm -rf build/wheel
+	$(BUILD_VENV)/$(PIP) wheel --no-build-isolation --no-deps --wheel-dir build/wheel .
+	@touch $@
+
+$(VENV)/.installed: $(VENV)/.made $(CONSTRAINTS) tests/constraints.txt build/wheel/.built
+	$(VENV)/$(PIP) install -c $(CONSTRAINTS) "$$(echo build/wheel/*.whl)[$(EXTRAS)]"
+	$(VENV)/$(PIP) install --force-reinstall --no-deps build/wheel/*.whl
+	@touch $@
+endif
+
+$(TOOLS_VENV)/.installed: $(TOOLS_VENV)/.made tools/lint-requirements.txt
+	$(TOOLS_VENV)/$(PIP) install -r tools/lint-requirements.txt
+	@touch $@
+
+lint: $(TOOLS_VENV)/.installed $(BUILD_VENV)/.installed
+	$(TOOLS_VENV)/bin/ruff format --check .
+	$(TOOLS_VENV)/bin/ruff check .
+	$(TOOLS_VENV)/bin/clang-format --dry-run -Werror $(CXX_FILES)
+	$(TOOLS_VENV)/bin/pyright --pythonpath $(BUILD_VENV)/bin/python
+
+format: $(TOOLS_VENV)/.installed
+	$(TOOLS_VENV)/bin/ruff check --fix --exit-zero --quiet .
+	$(TOOLS_VENV)/bin/ruff format .
+	$(TOOLS_VENV)/bin/clang-format -i $(CXX_FILES)
+
+dist: $(TOOLS_VENV)/.installed
+	tools/check_dist.sh $(TOOLS_VENV)/bin/python
