@@ -136,7 +136,7 @@ def sum_dtype(dtype: Any) -> Any:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _matmul(static: tuple[Engine, int, bool], rows: Array, weights: Array, sizes: Array) -> Array:
-    """rows [V*C, K] x weights [V*E, K, N], or with `transposed` rows [V*C, N] x the transposes."""
+    """Rows [V*C, K] x [V*E, K, N]; with `transposed` rows [V*C, N] x the transposes."""
     engine, virtual_ranks, transposed = static
     multiply = _matmul_blocks if engine == "blocks" else _matmul_ragged
     return multiply(rows, weights, sizes, virtual_ranks, transposed)

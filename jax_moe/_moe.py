@@ -157,11 +157,11 @@ class _Settings:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class _Totals:
-    """Sums over the whole mesh; int32 but for the entropy."""
+    """Sums over the whole mesh; int32 but for the entropy. A visit is a token at a node."""
 
     counts: Array
     dropped: Array
-    nodes: Array
+    visits: Array
     tokens: Array
     entropy: Array
 
@@ -243,13 +243,12 @@ def _local_experts(
     )
     scalars = routing.weights.astype(sum_dtype(dtype))
     rows, row_s = dispatch(x.astype(dtype), scalars, exchange)
-    grouped = dict(virtual_ranks=group.virtual_ranks, engine=settings.engine)
-    sizes = exchange.group_sizes
+    sizes, ranks, engine = exchange.group_sizes, group.virtual_ranks, settings.engine
+    matmul = functools.partial(grouped_matmul, virtual_ranks=ranks, engine=engine)
+    rows = matmul(rows, gate_up.astype(dtype), sizes)
     # The gate weights go in before the down projection, where a row is narrowest.
-    inner = grouped_swiglu(
-        grouped_matmul(rows, gate_up.astype(dtype), sizes, **grouped), row_s, sizes, **grouped
-    )
-    rows = grouped_matmul(inner, down.astype(dtype), sizes, **grouped)
+    rows = grouped_swiglu(rows, row_s, sizes, virtual_ranks=ranks, engine=engine)
+    rows = matmul(rows, down.astype(dtype), sizes)
     y, _ = combine(rows, row_s, exchange)
     return y, logits, _sum_totals(settings, expert_ids, logits, real, exchange.dropped)
 
@@ -267,7 +266,8 @@ def _sum_totals(settings: _Settings, expert_ids, logits, real, dropped) -> _Tota
     entropy = jnp.sum(jnp.where(real, entropy, 0))
     axes = settings.group.mesh.axis_names
     integers, entropy = jax.lax.psum(integers, axes), jax.lax.psum(entropy, axes)
-    return _Totals(integers[:-3], *integers[-3:], entropy)
+    dropped_rows, visits, tokens = integers[-3], integers[-2], integers[-1]
+    return _Totals(integers[:-3], dropped_rows, visits, tokens, entropy)
 
 
 def _make_stats(totals: _Totals, aux_loss: Array) -> MoEStats:
@@ -280,5 +280,5 @@ def _make_stats(totals: _Totals, aux_loss: Array) -> MoEStats:
         max_vio=max_vio,
         min_load=min_load,
         router_entropy=totals.entropy / tokens,
-        nodes_per_token=totals.nodes.astype(jnp.float32) / tokens,
+        nodes_per_token=totals.visits.astype(jnp.float32) / tokens,
     )
