@@ -172,8 +172,10 @@ def _outer_fwd(static, left, right, sizes):
 
 def _outer_bwd(static, saved, cotangent):
     left, right, sizes = saved
-    d_left = _matmul((*static, True), right, cotangent, sizes)
-    return d_left, _matmul((*static, False), left, cotangent, sizes), None
+    engine, virtual_ranks = static
+    d_left = _matmul((engine, virtual_ranks, True), right, cotangent, sizes)
+    d_right = _matmul((engine, virtual_ranks, False), left, cotangent, sizes)
+    return d_left, d_right, None
 
 
 _outer.defvjp(_outer_fwd, _outer_bwd)
@@ -249,9 +251,9 @@ def _outer_blocks(left, right, sizes, virtual_ranks):
     def expert(e, out):
         def step(first, counts, total):
             # Both sides: what lies past the group may be NaN on either.
-            pair = [jnp.where(counts, _read(side, first), 0) for side in (left, right)]
+            a, b = (jnp.where(counts, _read(side, first), 0) for side in (left, right))
             dims = (((0,), (0,)), ((), ()))
-            return total + lax.dot_general(*pair, dims, preferred_element_type=wide)
+            return total + lax.dot_general(a, b, dims, preferred_element_type=wide)
 
         total = _zeros((left.shape[1], right.shape[1]), wide, left)
         total = _fold_rows(starts[e], sizes[e], num_rows, step, total)
@@ -295,7 +297,8 @@ def _swiglu_bwd(virtual_ranks, saved, cotangent):
         )
 
     zeros = tuple(_zeros(array.shape, array.dtype, array) for array in (gate_up, row_s))
-    return *_fold_ranks(sizes, virtual_ranks, gate_up.shape[0], step, zeros), None
+    d_gate_up, d_row_s = _fold_ranks(sizes, virtual_ranks, gate_up.shape[0], step, zeros)
+    return d_gate_up, d_row_s, None
 
 
 _swiglu.defvjp(_swiglu_fwd, _swiglu_bwd)

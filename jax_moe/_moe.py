@@ -123,7 +123,7 @@ class MoE(nnx.Module):
         dtype = self.dtype or np.promote_types(x.dtype, self.gate_up.dtype)
         weights = self.router[...], self.bias[...], self.gate_up[...], self.down[...]
         y, logits, totals = _routed_experts(self.settings, dtype, x, mask, *weights)
-        if self.shared_gate_up is not None:
+        if self.shared_gate_up is not None and self.shared_down is not None:
             y = y + _dense_swiglu(x, self.shared_gate_up[...], self.shared_down[...], dtype)
         aux_loss = _balance.sequence_balance_loss(logits, mask, self.config)
         return y, _make_stats(totals, aux_loss)

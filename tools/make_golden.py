@@ -9,6 +9,7 @@ Python 3.11 or later:
 
 The keys of the files are described in tests/golden/README.md.
 """
+# pyright: reportMissingImports=false
 
 import json
 from pathlib import Path
