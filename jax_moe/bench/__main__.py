@@ -1,0 +1,101 @@
+"""Command line of the bench."""
+
+from __future__ import annotations
+
+import argparse
+import pathlib
+import shlex
+import sys
+from collections.abc import Sequence
+
+import jax
+
+from jax_moe.bench import _columns, _environment, _report, _run
+from jax_moe.bench._programs import MEASURES
+from jax_moe.bench._shapes import ROUTINGS, SHAPES
+
+# The specification is checked against, but too slow to be a column of its own.
+DEFAULT_COLUMNS = tuple(name for name in _columns.NAMES if name != "reference")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m jax_moe.bench",
+        description="Times plan, dispatch and combine beside the plain-JAX ways, after verifying "
+        "every column. On CPU it makes as many devices as the shape has ranks; else it takes "
+        "those it finds.",
+    )
+    parser.add_argument("--shape", choices=SHAPES, default="cpu8")
+    parser.add_argument("--routing", type=_choices(ROUTINGS), default=ROUTINGS)
+    parser.add_argument(
+        "--dtype", type=_choices(("bfloat16", "float32")), default=("bfloat16", "float32")
+    )
+    parser.add_argument("--columns", type=_choices(_columns.NAMES), default=DEFAULT_COLUMNS)
+    parser.add_argument("--measures", type=_choices(tuple(MEASURES)), default=tuple(MEASURES))
+    parser.add_argument("--devices", type=int, help="devices to use (on CPU, to make)")
+    parser.add_argument("--virtual-ranks", type=int, default=1, help="ranks of each device")
+    parser.add_argument(
+        "--capacity-factor", type=float,
+        help="rows of a rank as a multiple of the balanced load; by default just what the ids "
+        "need, which favours the plain-JAX ways",
+    )  # fmt: skip
+    parser.add_argument("--tail", choices=("zero", "undefined"), help="of ours; default: its own")
+    parser.add_argument("--rounds", type=int, default=50, help="most repetitions of each program")
+    parser.add_argument("--seconds", type=float, default=200.0, help="about what all may take")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", type=pathlib.Path, help="write everything there")
+    parser.add_argument("--markdown", type=pathlib.Path, help="append the report there")
+    return parser
+
+
+def _choices(allowed: Sequence[str]):
+    """Parses a comma-separated list of some of `allowed`."""
+
+    def parse(text: str) -> tuple[str, ...]:
+        chosen = tuple(text.split(","))
+        wrong = [name for name in chosen if name not in allowed]
+        if wrong:
+            raise argparse.ArgumentTypeError(f"{wrong}: choose from {', '.join(allowed)}")
+        return chosen
+
+    return parse
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Runs the bench and prints its report."""
+    given = sys.argv[1:] if arguments is None else list(arguments)
+    args = _parser().parse_args(given)
+    shape = SHAPES[args.shape]
+    jax.config.update("jax_num_cpu_devices", args.devices or shape.ranks // args.virtual_ranks)
+    devices = jax.devices()[: args.devices]
+    conditions = _environment.conditions(
+        devices, shlex.join(["python", "-m", "jax_moe.bench", *given])
+    )
+    outcome = _run.run(
+        _run.Options(
+            shape=shape,
+            routings=args.routing,
+            dtypes=args.dtype,
+            columns=args.columns,
+            measures=args.measures,
+            rounds=args.rounds,
+            seconds=args.seconds,
+            capacity_factor=args.capacity_factor,
+            tail=args.tail,
+            virtual_ranks=args.virtual_ranks,
+            seed=args.seed,
+        ),
+        devices,
+    )
+    conditions["load average"] += f" before, {_environment.load_average()} after"
+    report = _report.as_markdown(outcome, conditions)
+    print(report)
+    if args.json:
+        args.json.write_text(_report.as_json(outcome, conditions))
+    if args.markdown:
+        with args.markdown.open("a") as file:
+            file.write("\n" + report)
+
+
+if __name__ == "__main__":
+    main()

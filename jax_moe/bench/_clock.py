@@ -1,0 +1,125 @@
+"""Times programs in turns, so that noise and throttling hit all columns alike."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import random
+import time
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+_FLUSH_BYTES = 256 << 20  # more than any GPU's L2 cache
+MIN_ROUNDS = 3
+
+
+@dataclasses.dataclass(frozen=True)
+class Times:
+    """Seconds of each repetition of one program, each that of the slowest rank."""
+
+    seconds: tuple[float, ...]
+
+    @property
+    def summary(self) -> dict[str, float | int]:
+        """Microseconds: median, mean, standard deviation, least; and the number of repetitions."""
+        us = np.array(self.seconds) * 1e6
+        return {
+            "median_us": float(np.median(us)),
+            "mean_us": float(us.mean()),
+            "deviation_us": float(us.std()),
+            "least_us": float(us.min()),
+            "repetitions": us.size,
+        }
+
+
+class Preparation:
+    """What happens before each timed call, outside the timed region.
+
+    On GPUs the L2 cache is flushed, by writing more than it holds, and the devices meet at a
+    barrier. Between CPU devices, which start together anyway, the other columns' calls displace
+    what a call left in the caches. Several processes meet at a barrier too.
+    """
+
+    def __init__(self, mesh: Mesh, flush_bytes: int | None = None):
+        is_gpu = mesh.devices.flat[0].platform != "cpu"
+        size = (_FLUSH_BYTES if is_gpu else 0) if flush_bytes is None else flush_bytes
+        self._flush = self._meet = None
+        spread = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
+        if size:
+            words = mesh.size * (size // 4)
+            self._buffer = jax.device_put(jnp.zeros(words, jnp.int32), spread)
+            self._flush = jax.jit(lambda a: a + 1, donate_argnums=0)
+        if is_gpu or jax.process_count() > 1:
+            self._ones = jax.device_put(jnp.ones(mesh.size, jnp.int32), spread)
+            self._meet = jax.jit(jnp.sum)
+
+    @property
+    def words(self) -> str:
+        """For the report."""
+        steps = ["L2 flush"] * bool(self._flush) + ["barrier of all devices"] * bool(self._meet)
+        return ", ".join(steps) or "nothing (the other columns' calls displace the caches)"
+
+    def __call__(self) -> None:
+        if self._flush:
+            self._buffer = jax.block_until_ready(self._flush(self._buffer))
+        if self._meet:
+            jax.block_until_ready(self._meet(self._ones))
+
+
+def time_once(program: Callable, prepare: Callable[[], None]) -> float:
+    """Seconds from the call to all local devices' results."""
+    prepare()
+    begin = time.perf_counter()
+    result = jax.block_until_ready(program())
+    seconds = time.perf_counter() - begin
+    del result
+    return seconds
+
+
+def time_in_turns(
+    programs: Sequence[Callable], prepare: Callable[[], None], *, until: float, rounds: int
+) -> list[Times]:
+    """Runs all programs in rounds, each in an order of its own.
+
+    Args:
+      programs: what to time.
+      prepare: called before each timed call.
+      until: `time.monotonic()` at which to stop, but not before `MIN_ROUNDS` rounds.
+      rounds: most rounds to run.
+    """
+    order, shuffle = list(range(len(programs))), random.Random(0).shuffle
+    seconds: list[list[float]] = [[] for _ in programs]
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        for done in range(rounds):
+            if done >= MIN_ROUNDS and _passed(until):
+                break
+            shuffle(order)
+            for i in order:
+                seconds[i].append(time_once(programs[i], prepare))
+    finally:
+        if enabled:
+            gc.enable()
+    return [Times(tuple(row)) for row in _slowest(seconds)]
+
+
+def _passed(until: float) -> bool:
+    """Whether it is over; all processes must agree on the rounds."""
+    over = time.monotonic() >= until
+    if jax.process_count() == 1:
+        return over
+    return bool(multihost_utils.broadcast_one_to_all(np.array(over)))
+
+
+def _slowest(seconds: list[list[float]]) -> np.ndarray:
+    """Each repetition's time at the slowest process."""
+    here = np.array(seconds, np.float64)
+    if jax.process_count() == 1:
+        return here
+    return np.asarray(multihost_utils.process_allgather(here)).max(0)

@@ -1,0 +1,81 @@
+"""The conditions of a run, for its report: versions, machine, commit."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import pathlib
+import platform
+import subprocess
+from collections.abc import Sequence
+
+import jax
+import jaxlib.version
+
+import jax_moe
+
+
+def conditions(devices: Sequence[jax.Device], command: str) -> dict[str, str]:
+    """What a reader needs to judge or repeat the run, in words."""
+    first = devices[0]
+    found = {
+        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        "commit": _commit(),
+        "command": command,
+        "devices": f"{len(devices)} x {first.device_kind} ({first.platform})",
+        "processes": str(jax.process_count()),
+        "cpu": f"{_cpu_model()}, {len(os.sched_getaffinity(0))} cores usable",
+        "memory": _memory(),
+        "versions": f"jax {jax.__version__}, jaxlib {jaxlib.version.__version__}, "
+        f"Python {platform.python_version()}, {platform.system()} {platform.machine()}",
+        "load average": load_average(),
+    }
+    if first.platform != "cpu":
+        found["driver"] = first.client.platform_version.replace("\n", " ")
+    if os.environ.get("XLA_FLAGS"):
+        found["XLA_FLAGS"] = os.environ["XLA_FLAGS"]
+    return found
+
+
+def load_average() -> str:
+    """Processes that want to run, over the last 1, 5 and 15 minutes."""
+    return " ".join(f"{load:.1f}" for load in os.getloadavg())
+
+
+def _commit() -> str:
+    """The commit of the source tree that runs, and whether the code differs from it."""
+    source = pathlib.Path(jax_moe.__file__).parent
+
+    def git(*arguments: str) -> str:
+        done = subprocess.run(
+            ["git", "-C", str(source), *arguments], capture_output=True, text=True, check=True
+        )
+        return done.stdout.strip()
+
+    try:
+        commit = git("rev-parse", "--short=12", "HEAD")
+        changed = git("status", "--porcelain", "--", ".", "../xla_ffi", "../ptx")
+    except (OSError, subprocess.CalledProcessError):
+        return "not in a git work tree"
+    return f"{commit} (with uncommitted changes)" if changed else commit
+
+
+def _cpu_model() -> str:
+    for line in _lines("/proc/cpuinfo"):
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.processor() or "unknown"
+
+
+def _memory() -> str:
+    for line in _lines("/proc/meminfo"):
+        if line.startswith("MemTotal"):
+            return f"{int(line.split()[1]) / 2**20:.0f} GiB"
+    return "unknown"
+
+
+def _lines(path: str) -> list[str]:
+    try:
+        return pathlib.Path(path).read_text().splitlines()
+    except OSError:
+        return []

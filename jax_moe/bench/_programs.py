@@ -1,0 +1,180 @@
+"""The measured programs, one per measure and column, and the arrays that go in."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+import jax_moe
+from jax_moe.bench._columns import Column
+from jax_moe.bench._plain import Sizes
+from jax_moe.bench._shapes import Routing, Shape
+
+# What is inside the timed region of each measure; inputs are on the devices, compilation is done.
+MEASURES = {
+    "plan+dispatch+combine": "expert ids and tokens in, summed tokens out, one program",
+    "dispatch+combine": "the same with the plan (a baseline's sorting) given",
+    "plan": "all that depends on the expert ids alone; a baseline's sorting",
+    "dispatch": "tokens to expert rows, the plan given",
+    "combine": "expert rows to summed tokens, the plan given",
+    "forward+backward": "plan, dispatch, rows * row_s, combine, and the gradients of x and s",
+}
+HEADLINE = "plan+dispatch+combine"
+
+
+@dataclasses.dataclass(frozen=True)
+class Inputs:
+    """Host arrays with a leading axis of ranks; `rows` past a rank's real ones are NaN."""
+
+    ids: np.ndarray  # int32 [R, T, K]
+    x: np.ndarray  # [R, T, H]
+    s: np.ndarray  # f32 [R, T, K]
+    rows: np.ndarray  # [R, C, H], not what x would give
+    row_s: np.ndarray  # f32 [R, C]
+    dy: np.ndarray  # [R, T, H]
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """A shape with its routing, type of payload, group and capacity."""
+
+    shape: Shape
+    routing: Routing
+    dtype: str
+    group: jax_moe.ExpertGroup
+    capacity: int  # rows of one rank
+
+    @property
+    def sizes(self) -> Sizes:
+        """What the ways need to know."""
+        return Sizes(
+            axis=self.group.axes[0],
+            num_ranks=self.group.num_ranks,
+            num_experts=self.shape.experts,
+            tokens=self.shape.tokens,
+            top_k=self.shape.top_k,
+            capacity=self.capacity,
+        )
+
+    @property
+    def spec(self) -> PartitionSpec:
+        """Every array's first axis is split over the group's devices."""
+        return PartitionSpec(self.group.axes)
+
+    def place(self, stacked: np.ndarray) -> jax.Array:
+        """[R, N, ...] on the host as [R*N, ...] over the group's devices."""
+        flat = stacked.reshape(-1, *stacked.shape[2:])
+        sharding = NamedSharding(self.group.mesh, self.spec)
+        return jax.make_array_from_callback(flat.shape, sharding, lambda index: flat[index])
+
+    def inputs(self, ids: np.ndarray, seed: int = 0) -> Inputs:
+        """Random operands for these ids."""
+        rng = np.random.default_rng((seed, 1))
+        ranks, tokens, top_k = ids.shape
+        shape, dtype = self.shape, jnp.dtype(self.dtype)
+
+        def normal(*axes: int) -> np.ndarray:
+            return rng.standard_normal(axes, dtype=np.float32)
+
+        rows, row_s = normal(ranks, self.capacity, shape.hidden), normal(ranks, self.capacity)
+        real = np.bincount((ids // (shape.experts // ranks)).reshape(-1), minlength=ranks)
+        unused = np.arange(self.capacity) >= real[:, None]
+        rows[unused], row_s[unused] = np.nan, np.nan
+        return Inputs(
+            ids=ids,
+            x=normal(ranks, tokens, shape.hidden).astype(dtype),
+            s=normal(ranks, tokens, top_k),
+            rows=rows.astype(dtype),
+            row_s=row_s,
+            dy=normal(ranks, tokens, shape.hidden).astype(dtype),
+        )
+
+
+def weigh(rows: jax.Array, row_s: jax.Array) -> jax.Array:
+    """Stands for the experts where gradients are taken: rows [..., H] times row_s [...]."""
+    return (rows.astype(jnp.float32) * row_s[..., None]).astype(rows.dtype)
+
+
+def functions(way: Any) -> dict[str, tuple[Callable, tuple[str, ...]]]:
+    """Each measure's function on one device, and the names of its operands.
+
+    Between dispatch and combine a barrier stands for the experts, so that the rows exist.
+    """
+
+    def exchange(x, s, state):
+        rows, row_s = jax.lax.optimization_barrier(way.dispatch(x, s, state))
+        return way.combine(rows, row_s, state)[0], row_s
+
+    def weighted(x, s, state):
+        rows, row_s = way.dispatch(x, s, state)
+        return way.combine(weigh(rows, row_s), row_s, state)[0]
+
+    def forward_backward(ids, x, s, dy):
+        state = way.prepare(ids)
+        y, pull = jax.vjp(lambda x, s: weighted(x, s, state), x, s)
+        return y, *pull(dy)
+
+    return {
+        "plan+dispatch+combine": (
+            lambda ids, x, s: exchange(x, s, way.prepare(ids)), ("ids", "x", "s"),
+        ),
+        "dispatch+combine": (exchange, ("x", "s", "state")),
+        "plan": (way.prepare, ("ids",)),
+        "dispatch": (way.dispatch, ("x", "s", "state")),
+        "combine": (
+            lambda rows, row_s, state: way.combine(rows, row_s, state)[0],
+            ("rows", "row_s", "state"),
+        ),
+        "forward+backward": (forward_backward, ("ids", "x", "s", "dy")),
+    }  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """A compiled measure of one column, with its operands on the devices."""
+
+    column: Column
+    measure: str
+    compiled: jax.stages.Compiled
+    operands: tuple[Any, ...]
+
+    def __call__(self):
+        return self.compiled(*self.operands)
+
+    @property
+    def memory(self) -> dict[str, int]:
+        """XLA's own accounting of one device's bytes, arguments apart."""
+        stats = self.compiled.memory_analysis()
+        return {"temp": stats.temp_size_in_bytes, "output": stats.output_size_in_bytes}
+
+
+def compile_column(
+    column: Column, problem: Problem, placed: dict[str, Any], measures: tuple[str, ...]
+) -> list[Program]:
+    """Compiles a column's measures; its plan is computed once and kept.
+
+    Args:
+      column: what to compile.
+      problem: its sizes and group.
+      measures: which programs to make.
+      placed: the operands by name, on the devices.
+    """
+    shard_map = functools.partial(
+        jax.shard_map, mesh=problem.group.mesh, in_specs=problem.spec, out_specs=problem.spec
+    )
+    every = functions(column.way)
+    state = jax.jit(shard_map(every["plan"][0]))(placed["ids"])
+    programs = []
+    for measure in measures:
+        function, names = every[measure]
+        operands = tuple(state if name == "state" else placed[name] for name in names)
+        compiled = jax.jit(shard_map(function)).lower(*operands).compile()
+        programs.append(Program(column, measure, compiled, operands))
+    return programs

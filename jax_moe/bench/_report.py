@@ -1,0 +1,181 @@
+"""A run's outcome as JSON and as Markdown."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterable, Iterator
+
+from jax_moe.bench._programs import HEADLINE, MEASURES
+from jax_moe.bench._run import Outcome, Record, Setting
+
+# Measures in which a column is compared with the best of the others.
+COMPARED = ("plan+dispatch+combine", "dispatch+combine", "forward+backward")
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """Our column against the fastest of the others, in one setting and measure."""
+
+    routing: str
+    dtype: str
+    measure: str
+    ours: str
+    rival: str
+    times_faster: float  # medians: the rival's over ours
+    memory_ratio: float  # peak bytes: ours over the rival's
+    least_memory_ratio: float  # ours over the least of any other column
+
+
+def our_column(records: Iterable[Record]) -> str | None:
+    """The implementation that the run is about: the fastest kind that was measured."""
+    names = {record.column for record in records}
+    return next((name for name in ("ptx", "cpu", "xla") if name in names), None)
+
+
+def comparisons(outcome: Outcome) -> list[Comparison]:
+    """Our column against the others, the specification's apart, in each setting."""
+    ours = our_column(outcome.records)
+    found = []
+    for setting in outcome.settings:
+        for measure in COMPARED:
+            rows = {r.column: r for r in _of(outcome, setting) if r.measure == measure}
+            mine = rows.pop(ours, None) if ours else None
+            rows.pop("reference", None)
+            if mine is None or not rows:
+                continue
+            rival = min(rows.values(), key=lambda r: r.median_us)
+            least = min(r.peak_bytes for r in rows.values())
+            found.append(
+                Comparison(
+                    routing=setting.routing,
+                    dtype=setting.dtype,
+                    measure=measure,
+                    ours=mine.column,
+                    rival=rival.column,
+                    times_faster=rival.median_us / mine.median_us,
+                    memory_ratio=mine.peak_bytes / rival.peak_bytes,
+                    least_memory_ratio=mine.peak_bytes / least,
+                )
+            )
+    return found
+
+
+def as_json(outcome: Outcome, conditions: dict[str, str]) -> str:
+    """Everything, for programs."""
+    document = {
+        "conditions": conditions,
+        "options": dataclasses.asdict(outcome.options),
+        "num_ranks": outcome.num_ranks,
+        "before each timed call": outcome.preparation,
+        "measures": MEASURES,
+        "settings": [dataclasses.asdict(s) for s in outcome.settings],
+        "records": [dataclasses.asdict(r) | {"peak_bytes": r.peak_bytes} for r in outcome.records],
+        "comparisons": [dataclasses.asdict(c) for c in comparisons(outcome)],
+        "skipped": outcome.skipped,
+    }
+    return json.dumps(document, indent=1) + "\n"
+
+
+def as_markdown(outcome: Outcome, conditions: dict[str, str]) -> str:
+    """A section for docs/results.md."""
+    return "\n".join(_lines(outcome, conditions)) + "\n"
+
+
+def _lines(outcome: Outcome, conditions: dict[str, str]) -> Iterator[str]:
+    yield f"## {outcome.options.shape}, {outcome.num_ranks} ranks"
+    yield ""
+    for name, value in conditions.items():
+        yield f"- {name}: {'`' * (name == 'command')}{value}{'`' * (name == 'command')}"
+    yield f"- before each timed call: {outcome.preparation}"
+    yield (
+        "- every column gave the specified result before it was timed: expert rows bit for bit "
+        "and in the specified order, sums bit for bit (ours) or to the payload's tolerance; "
+        "inputs are random, unused rows NaN; no column drops rows"
+    )
+    yield (
+        "- time: milliseconds, median ± standard deviation over repetitions in which all columns "
+        "take turns, from the call to the last device's result"
+    )
+    yield ""
+    yield "| measure | inside the timed region |"
+    yield "| --- | --- |"
+    for measure in outcome.options.measures:
+        yield f"| {measure} | {MEASURES[measure]} |"
+    for setting in outcome.settings:
+        yield ""
+        yield from _setting_lines(outcome, setting)
+    yield from _comparison_lines(outcome)
+    for name, why in outcome.skipped.items():
+        yield ""
+        yield f"Not run: {name}: {why}."
+
+
+def _setting_lines(outcome: Outcome, setting: Setting) -> Iterator[str]:
+    records, measures = _of(outcome, setting), outcome.options.measures
+    rounds = records[0].repetitions if records else 0
+    yield (
+        f"### {setting.dtype}, {setting.routing} routing: MaxVio {setting.max_violation:.2f}, "
+        f"C {setting.capacity} rows ({setting.rows} used at the busiest rank), {rounds} repetitions"
+    )
+    yield ""
+    yield f"| ms | {' | '.join(measures)} |"
+    yield f"| --- |{' ---: |' * len(measures)}"
+    for column in dict.fromkeys(r.column for r in records):
+        cells = {r.measure: f"{_ms(r.median_us)} ± {_ms(r.deviation_us)}" for r in records
+                 if r.column == column}  # fmt: skip
+        yield f"| {column} | {' | '.join(cells[m] for m in measures)} |"
+    floor = " | ".join(_ms(setting.floor_us[m]) for m in measures)
+    yield f"| floor: necessary bytes at {setting.copy_gb_per_s:.1f} GB/s of copy | {floor} |"
+    yield ""
+    yield from _byte_lines(records)
+
+
+def _byte_lines(records: list[Record]) -> Iterator[str]:
+    shown = [r for r in records if r.measure in (HEADLINE, "forward+backward")]
+    yield (
+        "| MB a rank | crosses a link | XLA temporaries | outputs | own buffers | peak | "
+        "mean ± deviation, ms |"
+    )
+    yield "| --- |" + " ---: |" * 6
+    for r in shown:
+        yield (
+            f"| {r.column}, {r.measure} | {_mb(r.link_bytes)} | {_mb(r.temp_bytes)} | "
+            f"{_mb(r.output_bytes)} | {_mb(r.own_bytes)} | {_mb(r.peak_bytes)} | "
+            f"{_ms(r.mean_us)} ± {_ms(r.deviation_us)} |"
+        )
+
+
+def _comparison_lines(outcome: Outcome) -> Iterator[str]:
+    found = comparisons(outcome)
+    if not found:
+        return
+    yield ""
+    yield f"### {found[0].ours} against the fastest of the other columns"
+    yield ""
+    yield (
+        "| routing, type | measure | fastest other | times faster | peak memory, of its | "
+        "of the least of all |"
+    )
+    yield "| --- | --- | --- | ---: | ---: | ---: |"
+    for c in found:
+        yield (
+            f"| {c.routing}, {c.dtype} | {c.measure} | {c.rival} | {c.times_faster:.2f} | "
+            f"{c.memory_ratio:.2f} | {c.least_memory_ratio:.2f} |"
+        )
+
+
+def _of(outcome: Outcome, setting: Setting) -> list[Record]:
+    return [
+        record
+        for record in outcome.records
+        if (record.routing, record.dtype) == (setting.routing, setting.dtype)
+    ]
+
+
+def _ms(microseconds: float) -> str:
+    return f"{microseconds / 1000:.3g}" if microseconds < 1e5 else f"{microseconds / 1000:.0f}"
+
+
+def _mb(count: int) -> str:
+    return f"{count / 1e6:.2f}" if count < 1e7 else f"{count / 1e6:.0f}"

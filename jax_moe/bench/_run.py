@@ -1,0 +1,219 @@
+"""Runs the bench: sets up every setting, verifies, times in turns, and records."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jax_moe
+from jax_moe.bench import _columns, _programs, _shapes
+from jax_moe.bench._check import Expected
+from jax_moe.bench._clock import Preparation, Times, time_in_turns
+from jax_moe.bench._traffic import Traffic
+
+COPY_BYTES = {"cpu": 32 << 20, "gpu": 1 << 30}  # per device
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What to run; see `--help`."""
+
+    shape: _shapes.Shape
+    routings: tuple[_shapes.Routing, ...]
+    dtypes: tuple[str, ...]
+    columns: tuple[str, ...]
+    measures: tuple[str, ...]
+    rounds: int
+    seconds: float
+    capacity_factor: float | None = None
+    tail: str | None = None
+    virtual_ranks: int = 1
+    seed: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Record:
+    """One measure of one column in one setting; bytes are one rank's, the largest over ranks."""
+
+    routing: str
+    dtype: str
+    column: str
+    measure: str
+    median_us: float
+    mean_us: float
+    deviation_us: float
+    least_us: float
+    repetitions: int
+    link_bytes: int
+    temp_bytes: int
+    output_bytes: int
+    own_bytes: int
+
+    @property
+    def peak_bytes(self) -> int:
+        """XLA's temporaries and outputs on one device, and our own buffers."""
+        return self.temp_bytes + self.output_bytes + self.own_bytes
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """One routing and type of payload: its facts, and its floor in microseconds a measure."""
+
+    routing: str
+    dtype: str
+    max_violation: float
+    capacity: int  # rows of one rank
+    rows: int  # of them used at the busiest rank
+    copy_gb_per_s: float  # one device's share, read and written bytes
+    floor_us: dict[str, float]
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """All that a report tells of a run."""
+
+    options: Options
+    num_ranks: int
+    preparation: str
+    settings: list[Setting]
+    records: list[Record]
+    skipped: dict[str, str]  # column -> why
+
+
+def run(options: Options, devices, say: Callable[[str], None] | None = None) -> Outcome:
+    """Measures every column in every setting, in all within about `options.seconds`."""
+    say = say or (lambda text: print(text, file=sys.stderr, flush=True))
+    mesh = jax_moe.make_mesh(rank=len(devices), devices=devices)
+    group = jax_moe.ExpertGroup(mesh, axes=("rank",), virtual_ranks=options.virtual_ranks)
+    prepare, skipped = Preparation(mesh), {}
+    settings, records = [], []
+    pairs = [(routing, dtype) for routing in options.routings for dtype in options.dtypes]
+    begin = time.monotonic()
+    for i, (routing, dtype) in enumerate(pairs):
+        # What a setting leaves of its share goes to the later ones.
+        now = time.monotonic()
+        until = now + (begin + options.seconds - now) / (len(pairs) - i)
+        ids = _shapes.expert_ids(options.shape, group.num_ranks, routing, options.seed)
+        problem = _problem(options, group, routing, dtype, ids)
+        programs = _verified_programs(options, problem, ids, skipped, say)
+        setting, found = _measure(options, problem, ids, programs, prepare, until)
+        settings.append(setting)
+        records.extend(found)
+        say(f"{routing} {dtype}: {found[0].repetitions if found else 0} rounds")
+    return Outcome(options, group.num_ranks, prepare.words, settings, records, skipped)
+
+
+def _problem(options, group, routing, dtype, ids: np.ndarray) -> _programs.Problem:
+    shape = options.shape
+    if options.capacity_factor is None:
+        capacity = _shapes.tight_capacity(ids, shape.experts)
+    else:
+        capacity = jax_moe.row_capacity(
+            tokens=shape.tokens,
+            top_k=shape.top_k,
+            num_experts=shape.experts,
+            num_ranks=group.num_ranks,
+            capacity_factor=options.capacity_factor,
+        )
+        capacity += -capacity % group.num_ranks
+    return _programs.Problem(shape, routing, dtype, group, capacity)
+
+
+def _verified_programs(options, problem, ids, skipped, say) -> list[_programs.Program]:
+    """Compiles the columns that can run here, and checks every one's results."""
+    inputs = problem.inputs(ids, options.seed)
+    expected = Expected(problem, inputs)
+    placed = {
+        field.name: problem.place(getattr(inputs, field.name))
+        for field in dataclasses.fields(inputs)
+    }
+    programs = []
+    for name in options.columns:
+        try:
+            column = _columns.make(name, problem.group, problem.sizes, options.tail)
+        except NotImplementedError as why:
+            skipped[name] = str(why)
+            continue
+        begin = time.monotonic()
+        compiled = _programs.compile_column(column, problem, placed, options.measures)
+        for program in compiled:
+            expected.check(program)
+        programs += compiled
+        say(
+            f"{problem.routing} {problem.dtype}: {name} compiled and verified in "
+            f"{time.monotonic() - begin:.0f} s"
+        )
+    return programs
+
+
+def _measure(options, problem, ids, programs, prepare, until) -> tuple[Setting, list[Record]]:
+    copy, copied = _copy(problem)
+    times = time_in_turns([copy, *programs], prepare, until=until, rounds=options.rounds)
+    bandwidth = copied / (times[0].summary["median_us"] * 1e-6)
+    shape = problem.shape
+    traffic = Traffic(
+        ids,
+        experts=shape.experts,
+        capacity=problem.capacity,
+        row_bytes=shape.hidden * jnp.dtype(problem.dtype).itemsize,
+    )
+    on_cpu = problem.group.devices[0].platform == "cpu"
+    necessary = traffic.necessary(packets=not on_cpu)
+    setting = Setting(
+        routing=problem.routing,
+        dtype=problem.dtype,
+        max_violation=_shapes.max_violation(ids, shape.experts),
+        capacity=problem.capacity,
+        rows=int(traffic.rows.sum(0).max()),
+        copy_gb_per_s=bandwidth / 1e9,
+        floor_us={
+            m: necessary[m] * options.virtual_ranks / bandwidth * 1e6 for m in options.measures
+        },
+    )
+    records = [
+        _record(problem, program, timed, traffic)
+        for program, timed in zip(programs, times[1:], strict=True)
+    ]
+    return setting, records
+
+
+def _record(problem, program, timed: Times, traffic: Traffic) -> Record:
+    name, measure, memory = program.column.name, program.measure, program.memory
+    return Record(
+        routing=problem.routing,
+        dtype=problem.dtype,
+        column=name,
+        measure=measure,
+        link_bytes=traffic.link(name)[measure],
+        temp_bytes=memory["temp"],
+        output_bytes=memory["output"],
+        own_bytes=_columns.own_bytes(name, problem.group, problem.sizes),
+        **timed.summary,
+    )
+
+
+def _copy(problem) -> tuple[Callable[[], Any], int]:
+    """A plain copy on every device at once, and the bytes one device reads and writes by it.
+
+    It copies into memory that is there already: fresh memory costs page faults on CPU.
+    """
+    platform = problem.group.devices[0].platform
+    size = COPY_BYTES.get(platform, COPY_BYTES["gpu"])
+    words = np.zeros((problem.group.num_ranks, size // problem.group.virtual_ranks // 4, 1), "f4")
+    source, target = problem.place(words), problem.place(words)
+    copy = jax.jit(lambda target, source: jnp.copy(source), donate_argnums=0, keep_unused=True)
+    copy = copy.lower(target, source).compile()
+    held = [target]
+
+    def program():
+        held.append(copy(held.pop(), source))
+        return held[0]
+
+    return program, 2 * size
