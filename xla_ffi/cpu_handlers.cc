@@ -9,6 +9,7 @@
 
 #include "cpu_operations.h"
 #include "cpu_rendezvous.h"
+#include "ffi_status.h"
 
 // A library built with newer headers is refused by older runtimes, in part silently.
 static_assert(XLA_FFI_API_MAJOR == 0 && XLA_FFI_API_MINOR <= 4,
@@ -133,20 +134,6 @@ class SpecBuilder {
   CallSpec spec_;
   std::string error_;
 };
-
-ffi::ErrorCode CodeOf(StatusCode code) {
-  switch (code) {
-    case StatusCode::kOk:
-      return ffi::ErrorCode::kOk;
-    case StatusCode::kInvalidArgument:
-      return ffi::ErrorCode::kInvalidArgument;
-    case StatusCode::kDeadlineExceeded:
-      return ffi::ErrorCode::kDeadlineExceeded;
-    case StatusCode::kFailedPrecondition:
-      return ffi::ErrorCode::kFailedPrecondition;
-  }
-  return ffi::ErrorCode::kUnknown;
-}
 
 ffi::Future Join(CpuState* state, ffi::RunId run_id, const Where& where, SpecBuilder& builder,
                  DeviceBuffers buffers) {

@@ -10,15 +10,9 @@
 #include <string>
 
 #include "cpu_operations.h"
+#include "status.h"
 
 namespace jax_moe {
-
-enum class StatusCode : uint8_t { kOk, kInvalidArgument, kDeadlineExceeded, kFailedPrecondition };
-
-struct Status {
-  StatusCode code = StatusCode::kOk;
-  std::string message;
-};
 
 // Puts a group into the registry, or changes its timeout there (waiting calls see it at once).
 // Raises nothing; `timeout_s` is in seconds and > 0.
