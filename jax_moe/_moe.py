@@ -104,8 +104,8 @@ class MoE(nnx.Module):
           x: floating point [..., S, H]; the next-to-last axis is a sequence for the auxiliary
             loss, and any number of tokens is fine. Sharded over all mesh axes in row-major order
             nothing has to move before the dispatch.
-          mask: bool [..., S], True for real tokens. Padding tokens use no expert, get zero from
-            the routed ones, and count in no statistic.
+          mask: bool [..., S], True for real tokens. Padding tokens use no routed expert, give
+            zero, count in no statistic, and may hold anything.
 
         Returns:
           (y of x's shape, of the layer's dtype, `MoEStats`).
@@ -120,6 +120,8 @@ class MoE(nnx.Module):
                 f"mask is {mask.dtype}{list(mask.shape)}: it must be bool{list(x.shape[:-1])}, "
                 "True for real tokens."
             )
+        if mask is not None:  # selected, not multiplied: padding may hold NaN
+            x = jnp.where(mask[..., None], x, 0)
         dtype = self.dtype or np.promote_types(x.dtype, self.gate_up.dtype)
         weights = self.router[...], self.bias[...], self.gate_up[...], self.down[...]
         y, logits, totals = _routed_experts(self.settings, dtype, x, mask, *weights)
@@ -226,8 +228,6 @@ def _local_experts(
 ) -> tuple[Array, Array, _Totals]:
     """The routed experts on one device: its tokens, its experts."""
     config, group = settings.config, settings.group
-    # Selected, not multiplied: padding may hold anything, NaN included.
-    x = jnp.where(real[:, None], x, 0)
     wide = sum_dtype(x.dtype)
     logits = jnp.matmul(x.astype(wide), router.astype(wide), precision=jax.lax.Precision.HIGHEST)
     routing = route(logits, bias, config)
