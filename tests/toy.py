@@ -1,0 +1,88 @@
+"""A run small enough to compile in seconds, and a text for it."""
+
+import dataclasses
+from pathlib import Path
+
+import jax
+import numpy as np
+
+import jax_moe
+from train.config import Config, DataConfig, MeshConfig, ModelConfig, OptimizerConfig
+from train.step import Trainer
+
+CONFIG = Config(
+    name="toy",
+    model=ModelConfig(
+        vocab_size=256,
+        hidden=32,
+        num_layers=3,
+        num_dense_layers=1,
+        dense_width=48,
+        num_heads=2,
+        kv_rank=16,
+        nope_dim=8,
+        rope_dim=8,
+        value_dim=12,
+        num_experts=8,
+        expert_width=16,
+        top_k=2,
+        num_groups=4,
+        top_groups=2,
+    ),
+    optimizer=OptimizerConfig(
+        peak_rate=1e-2, final_rate=1e-3, total_steps=40, warmup_steps=5, bias_step=1e-2
+    ),
+    data=DataConfig(batch=8, sequence=24, validation_windows=10),
+    mesh=MeshConfig(node=4, rank=2, cpu_devices=8),
+    steps=20,
+)
+
+# data, node, rank, virtual ranks, nodes of the topology
+MESHES = {
+    "8 devices": (1, 4, 2, 1, None),
+    "4 devices, 2 virtual ranks": (1, 4, 1, 2, None),
+    "2 devices, 4 virtual ranks": (1, 2, 1, 4, 4),
+    "1 device, 8 virtual ranks": (1, 1, 1, 8, 4),
+    "1 device, 1 rank": (1, 1, 1, 1, None),
+    "2 replicas of 2 nodes of 2": (2, 2, 2, 1, None),
+}
+
+
+def changed(config, **values):
+    """The configuration with some values replaced; "model.remat" goes as model__remat."""
+    for key, value in values.items():
+        part, _, name = key.rpartition("__")
+        if part:
+            value = dataclasses.replace(getattr(config, part), **{name: value})
+        config = dataclasses.replace(config, **{part or name: value})
+    return config
+
+
+def group(mesh: str = "8 devices") -> jax_moe.ExpertGroup:
+    data, node, rank, virtual_ranks, num_nodes = MESHES[mesh]
+    devices = jax.devices()[: data * node * rank]
+    made = jax_moe.make_mesh(data=data, node=node, rank=rank, devices=devices)
+    return jax_moe.ExpertGroup(made, virtual_ranks=virtual_ranks, num_nodes=num_nodes)
+
+
+def windows(steps: int, config: Config = CONFIG) -> np.ndarray:
+    """Batches [steps, batch, sequence + 1] of a text that can be learned: counting, with gaps."""
+    random = np.random.default_rng(0)
+    starts = random.integers(0, 200, (steps, config.data.batch, 1))
+    return ((starts + np.arange(config.data.sequence + 1)) % 97 + 20).astype(np.uint8)
+
+
+def losses(trainer: Trainer, state, batches: np.ndarray) -> list[float]:
+    """Losses of one step per batch, from `state` on."""
+    found = []
+    for batch in batches:
+        state, metrics = trainer.step(state, jax.device_put(batch, trainer.batch_sharding))
+        found.append(float(metrics["loss"]))
+    return found
+
+
+def write_text(path: Path, length: int = 6000) -> Path:
+    """A text file of that many bytes, in which every byte depends on its place."""
+    lines = [f"{i} times {i % 7} is {i * (i % 7)}.\n" for i in range(length // 10)]
+    path.write_bytes("".join(lines).encode()[:length])
+    return path

@@ -1,0 +1,297 @@
+"""What a run is made of: frozen dataclasses, named configurations, and their JSON form."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import types
+import typing
+from pathlib import Path
+from typing import Any, Literal
+
+
+def _refuse(condition: bool, message: str) -> None:
+    if condition:
+        raise ValueError(message)
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelConfig:
+    """A decoder-only language model of DeepSeek-V3 blocks."""
+
+    vocab_size: int
+    """Token ids; 256 for bytes."""
+    hidden: int
+    """Width of the residual stream."""
+    num_layers: int
+    """Blocks in all."""
+    num_dense_layers: int
+    """The first of them, with a dense MLP in place of experts."""
+    dense_width: int
+    """Width of the dense MLP."""
+    num_heads: int
+    """Attention heads."""
+    kv_rank: int
+    """Width of the latent from which keys and values are made."""
+    nope_dim: int
+    """Per head: width of query and key without position."""
+    rope_dim: int
+    """Per head: width of the rotary part; the key's is shared by all heads."""
+    value_dim: int
+    """Per head: width of the value."""
+    num_experts: int
+    """Routed experts."""
+    expert_width: int
+    """Width of one expert."""
+    top_k: int
+    """Routed experts a token goes to."""
+    num_groups: int
+    """Groups of experts; a multiple of the mesh's nodes, or 1 for unlimited routing."""
+    top_groups: int
+    """Groups a token may choose from."""
+    num_shared: int = 1
+    """Experts that every token goes to."""
+    routed_scale: float = 1.0
+    """Factor on the routed experts' weights."""
+    q_rank: int | None = None
+    """Width of the query's latent; None for a full-rank query."""
+    rope_theta: float = 10_000.0
+    """Base of the rotary wavelengths."""
+    norm_eps: float = 1e-6
+    """Added to the mean square in RMSNorm."""
+    init_std: float = 0.02
+    """Standard deviation of every matrix at the start."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type of the computation; parameters, gate, norms, softmax and loss are float32 always."""
+    capacity_factor: float | None = None
+    """Rows per rank as a multiple of the even share; None never drops a row."""
+    scan_layers: bool = False
+    """Stack the MoE layers and scan over them: one layer to compile instead of many."""
+    remat: bool = False
+    """Recompute each block in the backward pass instead of keeping its activations."""
+
+    def __post_init__(self) -> None:
+        _refuse(self.rope_dim % 2 != 0, f"rope_dim={self.rope_dim} must be even: it rotates pairs.")
+        _refuse(
+            not 0 <= self.num_dense_layers <= self.num_layers,
+            f"num_dense_layers={self.num_dense_layers} must be 0..num_layers={self.num_layers}.",
+        )
+
+    @property
+    def num_moe_layers(self) -> int:
+        return self.num_layers - self.num_dense_layers
+
+
+@dataclasses.dataclass(frozen=True)
+class OptimizerConfig:
+    """AdamW, its schedule, and the routing bias's step."""
+
+    peak_rate: float
+    """Learning rate at the top of the cosine."""
+    final_rate: float
+    """Learning rate at its end."""
+    total_steps: int
+    """Length of the cosine, in steps; a run may stop earlier."""
+    warmup_steps: int
+    """Steps of linear warm-up; they multiply the cosine."""
+    b1: float = 0.9
+    """Decay of the gradient's mean."""
+    b2: float = 0.95
+    """Decay of the gradient's mean square."""
+    eps: float = 1e-8
+    """Added to the root of the mean square."""
+    weight_decay: float = 0.1
+    """Decoupled, times the learning rate, on every parameter."""
+    clip_norm: float = 1.0
+    """Largest global norm of the gradient."""
+    bias_step: float = 1e-3
+    """How far one step moves an expert's routing bias."""
+    aux_loss_weight: float = 0.0
+    """Factor on the sequence-wise load balance loss, summed over the layers."""
+
+    def __post_init__(self) -> None:
+        _refuse(self.total_steps < 1, f"total_steps={self.total_steps} must be at least 1.")
+        _refuse(self.warmup_steps < 0, f"warmup_steps={self.warmup_steps} must be 0 or more.")
+
+
+@dataclasses.dataclass(frozen=True)
+class DataConfig:
+    """Where the text comes from and how it is cut."""
+
+    batch: int
+    """Sequences per step, over all devices."""
+    sequence: int
+    """Predictions per sequence; a window holds one token more."""
+    file: str | None = None
+    """A text or JSONL file (its "text" fields); None for the King James Bible."""
+    validation_part: float = 0.05
+    """The last part of the text, kept for validation."""
+    validation_windows: int = 512
+    """At most so many windows of it are scored."""
+
+    def __post_init__(self) -> None:
+        _refuse(
+            not 0 < self.validation_part < 1,
+            f"validation_part={self.validation_part} must lie between 0 and 1.",
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class MeshConfig:
+    """The devices: axes (data, node, rank); experts are spread over node and rank."""
+
+    data: int = 1
+    """Replicas of the expert-parallel group."""
+    node: int = 1
+    """Nodes of a group."""
+    rank: int = -1
+    """Devices per node; -1 takes what is left."""
+    virtual_ranks: int = 1
+    """Ranks hosted by each device."""
+    num_nodes: int | None = None
+    """Nodes of the topology where it is not the node axis (virtual ranks on few devices)."""
+    cpu_devices: int = 0
+    """CPU devices to simulate; 0 leaves it to JAX."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """One training run."""
+
+    name: str
+    """Name of the configuration, and of the run's folder."""
+    model: ModelConfig
+    optimizer: OptimizerConfig
+    data: DataConfig
+    mesh: MeshConfig
+    steps: int
+    """The run stops here; started again with more, it runs on."""
+    seed: int = 0
+    """Of initialisation and data order."""
+    implementation: Literal["ptx", "cpu", "xla", "reference"] | None = None
+    """What carries the tokens; None is the fastest that this backend has."""
+    run_dir: str | None = None
+    """Folder of log, plot and checkpoints; None for runs/NAME."""
+    save_every: int = 100
+    """Steps from one checkpoint to the next; one is written at the end in any case."""
+    keep_checkpoints: int = 2
+    """How many to keep."""
+    eval_every: int = 250
+    """Steps from one validation to the next; there is one at the end in any case."""
+    print_every: int = 50
+    """Steps from one printed line to the next."""
+
+    def __post_init__(self) -> None:
+        _refuse(
+            not 0 < self.steps <= self.optimizer.total_steps,
+            f"steps={self.steps} must be 1..{self.optimizer.total_steps}, the length of the "
+            "schedule (optimizer.total_steps).",
+        )
+
+    @property
+    def folder(self) -> Path:
+        """The run's folder; a run on another file gets one of its own."""
+        if self.run_dir is not None:
+            return Path(self.run_dir)
+        stem = "" if self.data.file is None else f"-{Path(self.data.file).stem}"
+        return Path("runs") / f"{self.name}{stem}"
+
+
+# The mesh of `tiny`: one routing group per node, as in DeepSeek-V3, so that keeping 2 of the 4
+# groups keeps a token on 2 of the 4 nodes; with 2 nodes the limit would limit nothing.
+TINY = Config(
+    name="tiny",
+    model=ModelConfig(
+        vocab_size=256,
+        hidden=96,
+        num_layers=3,
+        num_dense_layers=1,
+        dense_width=256,
+        num_heads=4,
+        kv_rank=64,
+        nope_dim=16,
+        rope_dim=16,
+        value_dim=32,
+        num_experts=8,
+        expert_width=96,
+        top_k=2,
+        num_groups=4,
+        top_groups=2,
+    ),
+    optimizer=OptimizerConfig(peak_rate=3e-3, final_rate=3e-4, total_steps=2500, warmup_steps=100),
+    data=DataConfig(batch=16, sequence=128),
+    mesh=MeshConfig(data=1, node=4, rank=2, cpu_devices=8),
+    steps=500,
+)
+
+CONFIGS = {"tiny": ("0.76 M parameters on bytes, for 8 CPU devices on a laptop", TINY)}
+
+# What may differ between a run and its continuation.
+_FREE = {"steps", "run_dir", "save_every", "keep_checkpoints", "eval_every", "print_every"}
+_FREE_PARTS = {"mesh", "implementation"}
+
+
+def to_dict(config: Any) -> dict[str, Any]:
+    """Returns the configuration as plain nested dicts."""
+    return dataclasses.asdict(config)
+
+
+def from_dict(values: dict[str, Any], kind: type = Config, where: str = "") -> Any:
+    """Builds a configuration from nested dicts.
+
+    Raises:
+      ValueError: an unknown or missing key, or a value of the wrong type; the message names it.
+    """
+    hints = typing.get_type_hints(kind)
+    unknown = sorted(set(values) - set(hints))
+    _refuse(bool(unknown), f"unknown key {where}{', '.join(unknown)}: known are {sorted(hints)}.")
+    arguments = {}
+    for name, value in values.items():
+        if dataclasses.is_dataclass(hints[name]):
+            arguments[name] = from_dict(value, hints[name], f"{where}{name}.")
+        else:
+            arguments[name] = _checked(value, hints[name], where + name)
+    try:
+        return kind(**arguments)
+    except TypeError as error:
+        raise ValueError(f"{where or 'config'}: {error}") from error
+
+
+def _checked(value: Any, hint: Any, name: str) -> Any:
+    is_union = typing.get_origin(hint) in (typing.Union, types.UnionType)
+    for option in typing.get_args(hint) if is_union else (hint,):
+        if typing.get_origin(option) is Literal:
+            if value in typing.get_args(option):
+                return value
+        elif option is float and type(value) is int:
+            return float(value)
+        elif type(value) is option:
+            return value
+    raise ValueError(f"{name}={value!r} must be of type {hint}.")
+
+
+def save(config: Config, path: Path) -> None:
+    """Writes the resolved configuration as JSON."""
+    path.write_text(json.dumps(to_dict(config), indent=2) + "\n", encoding="utf-8")
+
+
+def load(path: Path) -> Config:
+    """Reads what `save` wrote; unknown keys are errors."""
+    return from_dict(json.loads(path.read_text(encoding="utf-8")))
+
+
+def differences(old: Config, new: Config) -> list[str]:
+    """Names what keeps `new` from continuing a run of `old`, as "key: old -> new"."""
+    changes = []
+
+    def walk(a: dict, b: dict, where: str) -> None:
+        for key in a:
+            if where == "" and key in _FREE | _FREE_PARTS:
+                continue
+            if isinstance(a[key], dict):
+                walk(a[key], b[key], f"{where}{key}.")
+            elif a[key] != b[key]:
+                changes.append(f"{where}{key}: {a[key]} -> {b[key]}")
+
+    walk(to_dict(old), to_dict(new), "")
+    return changes

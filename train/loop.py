@@ -1,0 +1,163 @@
+"""The training loop: resume, step, report, validate, save."""
+
+from __future__ import annotations
+
+import math
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import jax
+import numpy as np
+from rich.console import Console
+
+import jax_moe
+from train import config as configs
+from train import data
+from train.checkpoint import Checkpoints
+from train.config import Config, MeshConfig
+from train.report import Reporter
+from train.step import Trainer, TrainState
+
+
+def make_group(config: MeshConfig) -> jax_moe.ExpertGroup:
+    """Makes the mesh and the expert-parallel group over its node and rank axes."""
+    mesh = jax_moe.make_mesh(data=config.data, node=config.node, rank=config.rank)
+    return jax_moe.ExpertGroup(mesh, virtual_ranks=config.virtual_ranks, num_nodes=config.num_nodes)
+
+
+def prepare_folder(config: Config) -> None:
+    """Makes the run's folder and saves the configuration there, or checks it against the saved one.
+
+    Raises:
+      ValueError: the folder holds a run of another configuration.
+    """
+    path = config.folder / "config.json"
+    if path.exists():
+        changes = configs.differences(configs.load(path), config)
+        if changes:
+            raise ValueError(
+                f"{config.folder} holds a run of another configuration ({'; '.join(changes)}): "
+                "give this one a folder of its own (--run-dir DIR, or make train RUN=DIR)."
+            )
+    config.folder.mkdir(parents=True, exist_ok=True)
+    configs.save(config, path)
+
+
+def validate(trainer: Trainer, state: TrainState, windows: np.ndarray) -> float:
+    """Returns the mean bits per predicted token of `windows`, uint8 [windows, sequence + 1]."""
+    batch = trainer.config.data.batch
+    total = 0.0
+    for start in range(0, len(windows), batch):
+        part = windows[start : start + batch]
+        missing = batch - len(part)
+        # Filled up to the batch, because its size is compiled in; what is filled in weighs nothing.
+        part = np.concatenate([part, np.zeros((missing, part.shape[1]), part.dtype)])
+        weights = (np.arange(batch) < batch - missing).astype(np.float32)
+        sharded = jax.device_put((part, weights), trainer.batch_sharding)
+        total += float(trainer.evaluate(state, *sharded))
+    return total / (len(windows) * (windows.shape[1] - 1)) / math.log(2)
+
+
+@contextmanager
+def stop_on_signal() -> Iterator[Callable[[], bool]]:
+    """Turns the first SIGINT or SIGTERM into a request to stop; a second one interrupts at once."""
+    asked = []
+
+    def handle(number, _frame):
+        asked.append(number)
+        signal.signal(number, signal.default_int_handler)
+
+    old = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield lambda: bool(asked)
+    finally:
+        for number, handler in old.items():
+            signal.signal(number, handler)
+
+
+class Run:
+    """One run: its data, its compiled functions, its checkpoints and its state.
+
+    Args:
+      config: the run.
+      console: where to report.
+    """
+
+    def __init__(self, config: Config, console: Console):
+        self.config, self.console = config, console
+        text = data.load_text(config.data)
+        training, validation = data.split(text, config.data)
+        self.windows = data.validation_windows(validation, config.data)
+        self.batches = data.training_batches(training, config.data, config.seed)
+        prepare_folder(config)
+        self.group = make_group(config.mesh)
+        self.trainer = Trainer(config, self.group)
+        self.checkpoints = Checkpoints(config.folder, config.keep_checkpoints)
+        console.print(
+            f"{config.name}: {self.trainer.num_params / 1e6:.3f} M parameters, {len(text):,} bytes of "
+            f"text, {self.group}, mesh {dict(self.group.mesh.shape)}",
+            highlight=False,
+            soft_wrap=True,
+        )
+
+    def train(self) -> bool:
+        """Trains to `config.steps`; returns False where a signal stopped it before."""
+        with stop_on_signal() as stopped:
+            state, start = self._start()
+            with Reporter(self.config, self.console, start) as reporter:
+                state = self._steps(state, start, reporter, stopped)
+                step = int(state.step)
+                self.checkpoints.save(state, self.batches.get_state())
+                if step == self.config.steps:
+                    reporter.validation(step, validate(self.trainer, state, self.windows))
+        self.checkpoints.close()
+        self.group.close()
+        return step == self.config.steps
+
+    def _start(self) -> tuple[TrainState, int]:
+        if self.checkpoints.latest is None:
+            return self.trainer.initialise(), 0
+        state, data_state = self.checkpoints.restore(self.trainer.abstract_state)
+        self.batches.set_state(data_state)
+        self.console.print(
+            f"going on from the checkpoint at step {int(state.step)}", highlight=False
+        )
+        return state, int(state.step)
+
+    def _steps(
+        self, state: TrainState, start: int, reporter: Reporter, stopped: Callable[[], bool]
+    ) -> TrainState:
+        config = self.config
+        if start >= config.steps:
+            return state
+        step_function = self._compile(reporter)
+        for step in range(start + 1, config.steps + 1):
+            begin = time.perf_counter()
+            windows = jax.device_put(next(self.batches), self.trainer.batch_sharding)
+            data_s = time.perf_counter() - begin
+            state, metrics = step_function(state, windows)
+            # Waits for the step: programs of one group must not overlap, and the host's own work
+            # is a millisecond.
+            reporter.step(step, metrics, data_s)
+            self.group.check()
+            if step == config.steps or stopped():
+                break
+            if step % config.eval_every == 0:
+                reporter.validation(step, validate(self.trainer, state, self.windows))
+                reporter.skip_time()
+            if step % config.save_every == 0:
+                self.checkpoints.save(state, self.batches.get_state())
+                reporter.skip_time()
+        return state
+
+    def _compile(self, reporter: Reporter):
+        """Compiles the step before the clock of the first one starts."""
+        begin = time.perf_counter()
+        shape = (self.config.data.batch, self.config.data.sequence + 1)
+        windows = jax.ShapeDtypeStruct(shape, np.uint8, sharding=self.trainer.batch_sharding)
+        compiled = self.trainer.step.lower(self.trainer.abstract_state, windows).compile()
+        reporter.say(f"compiled in {time.perf_counter() - begin:.0f} s")
+        reporter.skip_time()
+        return compiled

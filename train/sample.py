@@ -1,0 +1,99 @@
+"""Writes text from a run's last checkpoint: python -m train.sample [RUN_FOLDER] [--key value ...]."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import tyro
+from jaxtyping import Array, Int
+
+import jax_moe
+from train import config as configs
+from train.__main__ import use_devices
+from train.checkpoint import Checkpoints
+from train.step import Trainer
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What to write."""
+
+    run: Annotated[Path, tyro.conf.Positional] = Path("runs/tiny")
+    """The run's folder."""
+    prompt: str = "In the beginning "
+    """Text to go on from."""
+    length: int = 400
+    """Bytes to write."""
+    temperature: float = 0.8
+    """Flattens (above 1) or sharpens (below 1) the distribution; 0 takes the likeliest byte."""
+    seed: int = 0
+    """Of the random draws."""
+
+
+def make_writer(trainer: Trainer, length: int, temperature: float):
+    """Makes the jitted (state, tokens [total], start, key) -> tokens, filled from `start` on."""
+    window = trainer.config.data.sequence
+
+    def write(state, tokens: Int[Array, " total"], start, key) -> Array:
+        model = trainer.model(state)
+
+        def add(place, tokens):
+            # The window slides; positions past `place` are not seen by causal attention.
+            first = jnp.maximum(0, place - window)
+            seen = jax.lax.dynamic_slice(tokens, (first,), (window,))
+            logits = model(seen[None])[0][0, place - first - 1]
+            if temperature == 0:
+                token = jnp.argmax(logits)
+            else:
+                token = jax.random.categorical(jax.random.fold_in(key, place), logits / temperature)
+            return tokens.at[place].set(token.astype(tokens.dtype))
+
+        return jax.lax.fori_loop(start, start + length, add, tokens)
+
+    return jax.jit(write)
+
+
+def sample(options: Options) -> str:
+    """Returns the prompt and what the model writes after it.
+
+    Raises:
+      ValueError: no run, no checkpoint, or an empty prompt.
+    """
+    path = options.run / "config.json"
+    if not path.exists():
+        raise ValueError(f"{options.run} holds no run (no config.json): train first (make train).")
+    prompt = np.frombuffer(options.prompt.encode("utf-8"), np.uint8).astype(np.int32)
+    if not len(prompt):
+        raise ValueError("prompt is empty: give at least one byte to go on from.")
+    config = configs.load(path)
+    use_devices(int(config.mesh.cpu_devices > 0))
+    # One text is too small a batch to spread, and the experts do not care where they live.
+    group = jax_moe.ExpertGroup(jax_moe.make_mesh(rank=1, devices=jax.devices()[:1]))
+    trainer = Trainer(config, group)
+    state, _ = Checkpoints(options.run).restore(trainer.abstract_state)
+    total = max(len(prompt) + options.length, config.data.sequence)
+    tokens = np.zeros(total, np.int32)
+    tokens[: len(prompt)] = prompt
+    write = make_writer(trainer, options.length, options.temperature)
+    written = write(state, tokens, len(prompt), jax.random.key(options.seed))
+    text = np.asarray(written)[: len(prompt) + options.length].astype(np.uint8)
+    return text.tobytes().decode("utf-8", errors="replace")
+
+
+def main() -> int:
+    try:
+        print(sample(tyro.cli(Options, prog="python -m train.sample", description=__doc__)))
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
