@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import math
 import operator
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, SupportsIndex
 
 import jax
 import jax.numpy as jnp
@@ -68,12 +68,9 @@ class RouterConfig:
         value = getattr(self, name)
         if value is None and name in ("num_groups", "top_groups"):
             return
-        if isinstance(value, bool):
-            raise TypeError(f"{name}={value} must be an integer, not a bool.")
-        try:
-            count = operator.index(value)
-        except TypeError as error:
-            raise TypeError(f"{name}={value!r} must be an integer.") from error
+        if isinstance(value, bool) or not isinstance(value, SupportsIndex):
+            raise TypeError(f"{name}={value!r} must be an integer.")
+        count = operator.index(value)
         if count < 1:
             raise ValueError(f"{name}={count} must be at least 1.")
         object.__setattr__(self, name, count)  # NumPy integers become plain ones

@@ -19,13 +19,13 @@ sys.path.append(str(Path(__file__).parents[1]))
 
 
 def pytest_report_header():
-    import jaxlib
+    import jaxlib.version
 
     import jax_moe
 
     devices = jax.devices()
     return [
-        f"jax {jax.__version__}, jaxlib {jaxlib.__version__}, "
+        f"jax {jax.__version__}, jaxlib {jaxlib.version.__version__}, "
         f"{len(devices)} x {devices[0].device_kind} ({devices[0].platform})",
         f"jax_moe from {Path(jax_moe.__file__).parent}",
     ]

@@ -3,7 +3,7 @@
 import importlib.metadata
 
 import jax
-import jaxlib
+import jaxlib.version
 
 jax.config.update("jax_num_cpu_devices", 2)
 
@@ -32,4 +32,4 @@ y, back = jax.jit(jax.shard_map(exchange, mesh=mesh, in_specs=spec, out_specs=sp
 rows_per_token = jnp.array([[2.0], [1.0], [2.0], [2.0]])
 if not (y == x * rows_per_token).all() or not (back == jnp.where(ids < 0, 0, s)).all():
     raise SystemExit(f"wrong result of dispatch and combine:\n{y}\n{back}")
-print(f"jax_moe {jax_moe.__version__} on jaxlib {jaxlib.__version__}: right")
+print(f"jax_moe {jax_moe.__version__} on jaxlib {jaxlib.version.__version__}: right")
