@@ -185,7 +185,9 @@
 // ---- Waiting. A wait polls this often before it looks at clocks, deadlines and abort words.
 #define ABI_WAIT_FAST_POLLS 16
 #define ABI_WAIT_SLEEP_NS 64
-// Polls between two looks at the deadline; a power of two less one.
-#define ABI_WAIT_DEADLINE_MASK 63
+// Polls between two looks at this rank's abort word; a power of two less one.
+#define ABI_WAIT_ABORT_MASK 63
+// Time between two looks at the deadline and the host's words: no timeout is kept more finely than this.
+#define ABI_WAIT_LOOK_NS 1000000
 
 #endif  // JAX_MOE_PTX_ABI_H_

@@ -25,6 +25,7 @@ Scene MakeScene(const std::vector<Device>& devices) {
   const std::vector<Device> one(devices.begin(), devices.begin() + 1);
   scene.group = std::make_unique<Group>(one, kRanks, kVirtual, layout);
   scene.arrays = scene.group->MakeArrays(0, sizes);
+  for (const Output* output : scene.arrays.outputs()) output->Poison(devices[0].stream);
   return scene;
 }
 
