@@ -3,6 +3,7 @@
 from importlib.metadata import version as _version
 
 from jax_moe._balance import MoEStats, RouterBias, sequence_balance_loss, update_bias
+from jax_moe._cuda import pool_bytes
 from jax_moe._exchange import combine, dispatch
 from jax_moe._group import ExpertGroup, make_mesh
 from jax_moe._grouped_matmul import grouped_matmul, grouped_swiglu
@@ -24,6 +25,7 @@ __all__ = [
     "grouped_swiglu",
     "make_mesh",
     "plan",
+    "pool_bytes",
     "route",
     "row_capacity",
     "sequence_balance_loss",

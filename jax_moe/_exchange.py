@@ -93,7 +93,7 @@ def _prepare(plan: Plan, operation: str, implementation: str | None) -> str:
 
 
 def _check_operands(x_name, x, length, s_name, s, s_shape, implementation) -> None:
-    allowed = PAYLOAD_DTYPES if implementation == "cpu" else (*PAYLOAD_DTYPES, "float64")
+    allowed = PAYLOAD_DTYPES if implementation in ("cpu", "ptx") else (*PAYLOAD_DTYPES, "float64")
     if x.ndim != 2 or x.shape[0] != length or x.shape[1] < 1 or x.dtype.name not in allowed:
         raise ValueError(
             f"{x_name} is {x.dtype}{list(x.shape)}: this plan and implementation="

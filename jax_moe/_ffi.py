@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import jax
 import jaxlib.version
 
@@ -28,8 +30,20 @@ except ImportError as error:
     ) from error
 
 
+cuda = _native.cuda  # the CUDA runtime's eager functions
+
+
+def _may_be_captured() -> bool:
+    """Whether XLA may put our calls into CUDA graphs.
+
+    Not where the graph's order would come from buffer conflicts alone (scheduling modes CONCURRENT
+    and CONCURRENT_REGIONS): two calls of one group that share no buffer could then run at once.
+    """
+    return "command_buffer_scheduling_mode=CONCURRENT" not in os.environ.get("XLA_FLAGS", "")
+
+
 def _register() -> None:
-    for platform, targets in _native.targets().items():
+    for platform, targets in _native.targets(_may_be_captured()).items():
         for name, stages in targets.items():
             jax.ffi.register_ffi_target(name, stages, platform=platform)
 

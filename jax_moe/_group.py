@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
-from jax_moe import _ffi
+from jax_moe import _cuda, _ffi
 
 AXIS_NAMES = ("data", "node", "rank")
 
@@ -75,6 +75,8 @@ class ExpertGroup:
       num_nodes: nodes in the group's topology; by default the size of axes[0] where there are
         two axes, else 1. It sets the order of summation of `combine`.
       timeout_s: seconds that a call waits for the other ranks before it fails by name.
+      num_sms: SMs of a GPU that one call may use (implementation="ptx"); None for all.
+      link_sms: SMs of these that send to other GPUs; None for a good number.
 
     Raises:
       ValueError: an axis is not in the mesh, or the ranks do not divide into the nodes.
@@ -87,6 +89,8 @@ class ExpertGroup:
     virtual_ranks: int = 1
     num_nodes: int | None = None
     timeout_s: float = dataclasses.field(default=60.0, compare=False)
+    num_sms: int | None = None
+    link_sms: int | None = None
 
     def __post_init__(self):
         axes = (self.axes,) if isinstance(self.axes, str) else tuple(self.axes)
@@ -107,7 +111,12 @@ class ExpertGroup:
                 f"num_nodes={self.num_nodes}: must divide the group's {self.num_ranks} ranks "
                 f"({self.num_devices} devices x {self.virtual_ranks} virtual ranks)."
             )
-        self.rebuild()
+        for name in ("num_sms", "link_sms"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name}={value}: must be >= 1 SM, or None.")
+        _ffi.register_group(self.key, self.timeout_s, str(self))
+        _cuda.set_up(self)
 
     @property
     def nodes(self) -> int:
@@ -157,25 +166,92 @@ class ExpertGroup:
         virtual = f", {self.virtual_ranks} virtual ranks a device" if self.virtual_ranks > 1 else ""
         return f"ExpertGroup({sizes}{virtual}: {self.num_ranks} ranks on {self.nodes} nodes)"
 
-    def set_timeout(self, timeout_s: float) -> None:
-        """Sets the seconds that calls of this group wait for missing ranks, from now on."""
+    def set_timeout(self, timeout_s: float, *, flight_timeout_s: float | None = None) -> None:
+        """Sets how long calls of this group wait for missing ranks, from now on.
+
+        Args:
+          timeout_s: seconds until a rank that has not come to a call counts as missing.
+          flight_timeout_s: seconds for data on its way once all have come, on GPUs; None for
+            `timeout_s`, but at most 10.
+        """
         if not timeout_s > 0:
             raise ValueError(f"timeout_s={timeout_s}: must be > 0 seconds.")
         _ffi.register_group(self.key, timeout_s, str(self))
+        if _cuda.serves(self):
+            _cuda.set_timeouts(self, timeout_s, flight_timeout_s)
 
     def close(self) -> None:
-        """Tears the group down: compiled calls of it fail by name until `rebuild`."""
+        """Tears the group down: calls of it, compiled ones too, fail by name until `rebuild`.
+
+        Waits for the calls that run. On GPUs it frees the pools; a CUDA graph that holds a call
+        gives NaN from then on.
+        """
         _ffi.unregister_group(self.key)
+        if _cuda.serves(self):
+            _cuda.close(self)
 
     def rebuild(self) -> None:
-        """Sets the group up, again after `close` or a fault; compiled programs stay valid."""
-        self.set_timeout(self.timeout_s)
+        """Sets the group up again after `close` or a fault; compiled programs stay valid.
+
+        On GPUs it ends the calls that run, which then give NaN.
+        """
+        _ffi.register_group(self.key, self.timeout_s, str(self))
+        if _cuda.serves(self):
+            _cuda.rebuild(self)
+
+    def reserve(
+        self,
+        *,
+        tokens: int,
+        top_k: int,
+        num_experts: int,
+        hidden: int,
+        dtype: jax.typing.DTypeLike = jnp.bfloat16,
+    ) -> None:
+        """Allocates, on GPUs, a pool for calls of at most these sizes; elsewhere does nothing.
+
+        Not needed: lowering a program makes a pool for its calls where none has room. But one
+        large pool takes less memory than several, and fails early. Before the call nothing of
+        this process should be running on the group's GPUs.
+
+        Args:
+          tokens: tokens T of one rank.
+          top_k: experts K of one token.
+          num_experts: experts E.
+          hidden: elements H of one token.
+          dtype: type of the tokens.
+
+        Raises:
+          MemoryError: no room beside XLA's preallocation.
+        """
+        if _cuda.serves(self):
+            size = _cuda.payload_bytes(hidden, dtype)
+            _cuda.reserve(
+                self, tokens=tokens, top_k=top_k, num_experts=num_experts, payload_bytes=size
+            )
 
     def check(self) -> None:
-        """Raises the faults that calls of this group left since the last check.
+        """Raises the faults that calls on GPUs left; to be called every step.
 
-        On CPU devices a failed call raises by itself, so nothing is ever left.
+        A call that gives up on its peers there has long returned to JAX: it finishes with NaN, and
+        the group stays broken until `rebuild`. On CPU devices a failed call raises by itself.
+
+        Raises:
+          RuntimeError: operation, phase, waiting and missing rank of each fault.
         """
+        if _cuda.serves(self):
+            _cuda.check(self)
+
+    def waits(self) -> dict[str, np.ndarray]:
+        """How long ranks have waited for each other since the group was built, on GPUs.
+
+        Each call adds, for every peer, its longest wait for that peer.
+
+        Returns:
+          By operation ("plan", "dispatch", "combine"): nanoseconds, int64 [instances, waiting
+          rank, rank waited for]. Zeros on CPU devices.
+        """
+        return _cuda.waits(self)
 
     def location(self) -> jax.Array:
         """This device's place, inside `jax.shard_map`: int32[2] = (group instance, index in it)."""

@@ -13,10 +13,16 @@ from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 from jax.sharding import Mesh
 
+from jax_moe import _cuda
 from jax_moe._group import ExpertGroup
 
-Name = Literal["cpu", "xla", "reference"]
-_MODULES = {"cpu": "jax_moe._cpu", "xla": "jax_moe._xla", "reference": "jax_moe._gathered"}
+Name = Literal["ptx", "cpu", "xla", "reference"]
+_MODULES = {
+    "ptx": "jax_moe._ptx",
+    "cpu": "jax_moe._cpu",
+    "xla": "jax_moe._xla",
+    "reference": "jax_moe._gathered",
+}
 NAMES = tuple(_MODULES)
 
 _log = logging.getLogger("jax_moe")
@@ -39,13 +45,18 @@ def resolve(name: str | None, group: ExpertGroup) -> str:
         raise ValueError(f"implementation={name!r}: must be one of {NAMES} or None.")
     if name in ("xla", "reference"):
         return name
-    obstacle = _cpu_obstacle(group)
-    if name == "cpu" and obstacle:
-        raise NotImplementedError(
-            f'implementation="cpu" cannot serve {group}: {obstacle}; use implementation="xla".'
-        )
-    choice = "xla" if obstacle else "cpu"
-    _announce(group, choice, obstacle)
+    obstacles = {"cpu": _cpu_obstacle(group), "ptx": _cuda.obstacle(group)}
+    if name is not None:
+        if obstacles[name]:
+            raise NotImplementedError(
+                f'implementation="{name}" cannot serve {group}: {obstacles[name]}; use '
+                'implementation="xla".'
+            )
+        return name
+    # On the platform at hand, the one made for it; an abstract mesh counts as CPU devices.
+    fast = "ptx" if any(_cuda.is_cuda(device) for device in group.devices) else "cpu"
+    choice = "xla" if obstacles[fast] else fast
+    _announce(group, choice, obstacles[fast])
     return choice
 
 

@@ -50,6 +50,8 @@ class Plan:
         the sum of the padded sizes before it (within its rank's block).
       dropped: [V*E/R] rows of each local expert that were dropped past the capacity.
       invalid: [V] how many of the rank's ids were neither -1 nor in 0..E-1.
+      arrivals: [V*R*T, K], with implementation="ptx" only: at each virtual rank, its own row of
+        every (source rank, token, k), -1 for none.
       spec: static settings.
     """
 
@@ -60,7 +62,8 @@ class Plan:
     padded_group_sizes: jax.Array
     dropped: jax.Array
     invalid: jax.Array
-    spec: PlanSpec = dataclasses.field(metadata={"static": True})
+    arrivals: jax.Array | None = None
+    spec: PlanSpec = dataclasses.field(metadata={"static": True}, kw_only=True)
 
 
 def row_capacity(
@@ -122,8 +125,9 @@ def plan(
       capacity_factor: sets C to this multiple of the balanced load T*K instead.
       alignment: rows to a multiple of which each expert's group is padded with zero rows.
       tail: what dispatch (and combine's backward pass) leaves in the rows past the last group:
-        "zero" or "undefined"; None takes the implementation's default, "zero" here.
-      implementation: "cpu", "xla", "reference", or None to choose by the group's devices.
+        "zero" or "undefined"; None takes the implementation's default: "undefined" for "ptx",
+        where zeroing a worst-case capacity is dearer than the exchange, else "zero".
+      implementation: "ptx", "cpu", "xla", "reference", or None to choose by the group's devices.
 
     Returns:
       A `Plan`, to be given to `dispatch` and `combine`.
@@ -194,4 +198,6 @@ def _make_spec(
     if tail not in (None, "zero", "undefined"):
         raise ValueError(f'tail={tail!r}: must be "zero", "undefined" or None.')
     name = _implementation.resolve(implementation, group)
-    return PlanSpec(group, num_experts, capacity, alignment, tail or "zero", name)
+    if tail is None:
+        tail = "undefined" if name == "ptx" else "zero"
+    return PlanSpec(group, num_experts, capacity, alignment, tail, name)

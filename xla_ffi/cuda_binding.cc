@@ -74,15 +74,12 @@ void Register(int64_t key, std::string description, uint32_t num_ranks, uint32_t
   }));
 }
 
-void CheckCall(int64_t key, int operation, uint32_t num_nodes, uint32_t tokens, uint32_t top_k,
-               uint32_t num_experts, uint32_t capacity, uint32_t alignment, uint32_t payload_bytes,
-               int64_t num_sms) {
-  const auto group = Find(key);
+cuda::Call MakeCall(uint32_t num_ranks, int operation, uint32_t num_nodes, uint32_t tokens,
+                    uint32_t top_k, uint32_t num_experts, uint32_t capacity, uint32_t alignment,
+                    uint32_t payload_bytes) {
   cuda::Call call;
   call.operation = operation;
-  call.num_sms = num_sms;
-  call.shape.num_ranks = group->topology().num_ranks;
-  call.shape.virtual_ranks = group->topology().virtual_ranks;
+  call.shape.num_ranks = num_ranks;
   call.shape.num_nodes = num_nodes;
   call.shape.num_tokens = tokens;
   call.shape.topk = top_k;
@@ -90,6 +87,26 @@ void CheckCall(int64_t key, int operation, uint32_t num_nodes, uint32_t tokens, 
   call.shape.capacity = capacity;
   call.shape.alignment = alignment;
   call.shape.payload_bytes = payload_bytes;
+  return call;
+}
+
+// Needs no GPU.
+void CheckCallLimits(uint32_t num_ranks, int operation, uint32_t num_nodes, uint32_t tokens,
+                     uint32_t top_k, uint32_t num_experts, uint32_t capacity, uint32_t alignment,
+                     uint32_t payload_bytes) {
+  Raise(cuda::CheckLimits(MakeCall(num_ranks, operation, num_nodes, tokens, top_k, num_experts,
+                                   capacity, alignment, payload_bytes)));
+}
+
+// The limits, and whether the launch fits the group's devices.
+void CheckCall(int64_t key, int operation, uint32_t num_nodes, uint32_t tokens, uint32_t top_k,
+               uint32_t num_experts, uint32_t capacity, uint32_t alignment, uint32_t payload_bytes,
+               int64_t num_sms) {
+  const auto group = Find(key);
+  cuda::Call call = MakeCall(group->topology().num_ranks, operation, num_nodes, tokens, top_k,
+                             num_experts, capacity, alignment, payload_bytes);
+  call.num_sms = num_sms;
+  call.shape.virtual_ranks = group->topology().virtual_ranks;
   Raise(WithoutGil([&] { return group->CheckCall(call); }));
 }
 
@@ -127,6 +144,7 @@ void DefineCuda(nb::module_& module) {
     return cuda::LayoutOf(num_ranks, MakeSizes(tokens, top_k, num_experts, payload_bytes)).size;
   });
   cuda.def("register_group", &Register);
+  cuda.def("check_limits", &CheckCallLimits);
   cuda.def("check_call", &CheckCall);
   cuda.def("missing_bytes", [](int64_t key, uint32_t tokens, uint32_t top_k, uint32_t num_experts,
                                uint32_t payload_bytes) {

@@ -1,0 +1,193 @@
+"""implementation="ptx": the hand-written kernels of `ptx/` on NVIDIA GPUs, as XLA FFI custom calls.
+
+The calls are pure and only launch. What they need beforehand, room in the group's pool above all,
+is made while the program is lowered: tracing alone (`jax.eval_shape`) allocates nothing.
+
+All calls of a group must come in one order on all ranks. They do: XLA runs the custom calls of a
+program one after the other in the order of its schedule, and every device runs the same program.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
+from jax.sharding import Mesh
+
+from jax_moe import _cuda, _ffi, _reference
+from jax_moe._plan import Plan, PlanSpec
+
+
+class PlanArrays(NamedTuple):
+    """`_reference.PlanArrays` and, last, what only these kernels use."""
+
+    expert_ids: jax.Array
+    positions: jax.Array
+    sources: jax.Array
+    group_sizes: jax.Array
+    padded_group_sizes: jax.Array
+    dropped: jax.Array
+    invalid: jax.Array
+    arrivals: jax.Array  # [V*R*T, K] each virtual rank's row of every (source, token, k), or -1
+
+
+class Need(NamedTuple):
+    """Sizes of a call that decide what must be ready for it."""
+
+    operation: str
+    tokens: int  # of one rank
+    top_k: int
+    payload_bytes: int  # of one token
+
+
+def plan(expert_ids: jax.Array, spec: PlanSpec) -> PlanArrays:
+    """See `jax_moe.plan`."""
+    virtual = spec.group.virtual_ranks
+    leading, top_k = expert_ids.shape
+    expert_ids = _make_ready(expert_ids, spec, Need("plan", leading // virtual, top_k, 0))
+    per_expert = (virtual * spec.experts_per_rank,)
+    shapes = PlanArrays(
+        expert_ids=expert_ids.shape,
+        positions=expert_ids.shape,
+        sources=(virtual * spec.capacity,),
+        group_sizes=per_expert,
+        padded_group_sizes=per_expert,
+        dropped=per_expert,
+        invalid=(virtual,),
+        arrivals=(spec.group.num_ranks * leading, top_k),
+    )
+    results = [(shape, jnp.int32) for shape in shapes]
+    return PlanArrays(*_call("jax_moe_plan", results, spec, expert_ids))
+
+
+def dispatch(x: jax.Array, s: jax.Array, plan: Plan) -> tuple[jax.Array, jax.Array]:
+    """See `jax_moe.dispatch`."""
+    num_rows = plan.sources.shape[0]
+    arrivals = _arrivals(plan, "dispatch")
+    x = _make_ready(x, plan.spec, _need("dispatch", x, plan))
+    results = [((num_rows, x.shape[1]), x.dtype), ((num_rows,), s.dtype)]
+    operands = (x, s, plan.expert_ids, plan.positions, plan.sources, arrivals)
+    rows, row_s = _call(
+        "jax_moe_dispatch", results, plan.spec, *operands, plan.padded_group_sizes
+    )
+    return rows, row_s
+
+
+def combine(rows: jax.Array, row_s: jax.Array, plan: Plan) -> tuple[jax.Array, jax.Array]:
+    """See `jax_moe.combine`."""
+    num_tokens, top_k = plan.expert_ids.shape
+    arrivals = _arrivals(plan, "combine")
+    rows = _make_ready(rows, plan.spec, _need("combine", rows, plan))
+    results = [((num_tokens, rows.shape[1]), rows.dtype), ((num_tokens, top_k), row_s.dtype)]
+    operands = (rows, row_s, plan.expert_ids, plan.positions, arrivals)
+    y, s = _call("jax_moe_combine", results, plan.spec, *operands)
+    return y, s
+
+
+def _need(operation: str, payload: jax.Array, plan: Plan) -> Need:
+    num_tokens, top_k = plan.expert_ids.shape
+    size = _cuda.payload_bytes(payload.shape[1], payload.dtype)
+    return Need(operation, num_tokens // plan.spec.group.virtual_ranks, top_k, size)
+
+
+def _arrivals(plan: Plan, operation: str) -> jax.Array:
+    if plan.arrivals is None:
+        raise ValueError(
+            f'jax_moe.{operation} with implementation="ptx" was given a plan made with '
+            f'implementation="{plan.spec.implementation}", which lacks what the kernels need: '
+            'make the plan with implementation="ptx" too.'
+        )
+    return plan.arrivals
+
+
+def _call(target: str, results: list, spec: PlanSpec, *operands: jax.Array) -> list[jax.Array]:
+    """Calls a target; the results vary over the mesh axes over which the operands do."""
+    here = jax.typeof(operands[0])
+    types = [
+        jax.ShapeDtypeStruct(
+            shape,
+            dtype,
+            sharding=here.sharding.update(spec=jax.P(*(None,) * len(shape))),
+            manual_axis_type=here.manual_axis_type,
+        )
+        for shape, dtype in results
+    ]
+    return jax.ffi.ffi_call(target, types, vmap_method=None)(*operands, **_attributes(spec))
+
+
+def _attributes(spec: PlanSpec) -> dict[str, np.int64]:
+    group = spec.group
+    values = {
+        "group": group.key,
+        "num_ranks": group.num_ranks,
+        "virtual_ranks": group.virtual_ranks,
+        "num_nodes": group.nodes,
+        "num_experts": spec.num_experts,
+        "alignment": spec.alignment,
+        "zero_tail": spec.tail == "zero",
+        "num_sms": group.num_sms or 0,
+        "link_sms": group.link_sms or 0,
+    }
+    return {name: np.int64(value) for name, value in values.items()}
+
+
+def _sizes(spec: PlanSpec, need: Need) -> tuple[int, ...]:
+    return (
+        _cuda.OPERATIONS.index(need.operation) + 1,
+        spec.group.nodes,
+        need.tokens,
+        need.top_k,
+        spec.num_experts,
+        spec.capacity,
+        spec.alignment,
+        need.payload_bytes,
+    )
+
+
+def _make_ready(array: jax.Array, spec: PlanSpec, need: Need) -> jax.Array:
+    """The array itself; refuses calls past the kernels' limits, and prepares for the rest.
+
+    Raises:
+      ValueError: past a limit.
+      MemoryError: (when lowered) no room for the pool.
+    """
+    _ffi.cuda.check_limits(spec.group.num_ranks, *_sizes(spec, need))
+    return _ready_p.bind(array, spec=spec, need=need)
+
+
+def _prepare(spec: PlanSpec, need: Need) -> None:
+    group = spec.group
+    if not isinstance(group.mesh, Mesh):
+        return  # Lowered for elsewhere.
+    _ffi.cuda.check_call(group.key, *_sizes(spec, need), group.num_sms or 0)
+    _cuda.reserve(
+        group,
+        tokens=need.tokens,
+        top_k=need.top_k,
+        num_experts=spec.num_experts,
+        payload_bytes=need.payload_bytes,
+    )
+
+
+# The identity, for what happens when it is lowered or run by itself.
+_ready_p = Primitive("jax_moe_ready")
+_ready_p.def_abstract_eval(lambda x, *, spec, need: x)
+
+
+@_ready_p.def_impl
+def _ready_now(x, *, spec, need):
+    _prepare(spec, need)
+    return x
+
+
+def _ready_lowering(ctx, x, *, spec, need):
+    del ctx
+    _prepare(spec, need)
+    return [x]
+
+
+mlir.register_lowering(_ready_p, _ready_lowering)
