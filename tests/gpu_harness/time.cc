@@ -165,27 +165,34 @@ void RunTime(const std::vector<Device>& devices, uint32_t virtual_ranks, uint32_
                                            arrays[i].row_s.bytes(), device.stream));
     HARNESS_CHECK(driver.cuStreamSynchronize(device.stream));
   }
-  const double copy = CopyTerabytesPerSecond(group);
+  static const double copy = CopyTerabytesPerSecond(group);  // once in a process
   const Bytes bytes = Count(sizes, plan, static_cast<double>(devices.size()));
   std::printf("time: %u ranks on %zu devices, %u tokens a rank, H 7168, K 8 of 256, bf16; blocks %u link %u chunk %u\n",
               ranks, devices.size(), tokens, tuning.blocks_per_rank, tuning.link_blocks, tuning.chunk_tokens);
   std::printf("  copy                %8.2f TB/s, read + written\n", copy);
-  for (int operation = 1; operation <= ABI_NUM_OPERATIONS; operation++) {
+  const double all = bytes.tokens + 2 * (bytes.packets + bytes.own_packets) + bytes.rows;
+  const double used = all - 2 * bytes.own_packets;
+  auto measure = [&](const char* name, std::vector<int> operations, bool moves) {
     const double us = MicrosecondsPerCall(group, [&](size_t i, CUstream stream) {
-      group.Launch(i, operation, sizes, arrays[i], tuning, stream);
+      for (int operation : operations) group.Launch(i, operation, sizes, arrays[i], tuning, stream);
     });
-    const char* names[] = {"plan", "dispatch", "combine"};
-    const double all = bytes.tokens + 2 * (bytes.packets + bytes.own_packets) + bytes.rows;
-    const double used = all - 2 * bytes.own_packets;
-    std::printf("  %-10s %9.1f us", names[operation - 1], us);
-    if (operation > 1) {
+    std::printf("  %-14s %8.1f us", name, us);
+    if (moves) {
       std::printf("  %5.2f GB necessary, %4.2f TB/s, %4.1f %% of copy (own packets not counted: %4.1f %%)", all * 1e-9,
                   all / us * 1e-6, 100 * all / us * 1e-6 / copy, 100 * used / us * 1e-6 / copy);
     }
+    if (moves && devices.size() > 1) {
+      const double away = 1.0 - 1.0 / static_cast<double>(devices.size());
+      std::printf(", link %3.0f GB/s", (bytes.packets + bytes.own_packets) * away / us * 1e-3);
+    }
     std::printf("\n");
-  }
+  };
+  measure("plan", {ABI_OPERATION_PLAN}, false);
+  measure("dispatch", {ABI_OPERATION_DISPATCH}, true);
+  measure("plan, dispatch", {ABI_OPERATION_PLAN, ABI_OPERATION_DISPATCH}, true);
+  measure("combine", {ABI_OPERATION_COMBINE}, true);
   for (uint32_t peer = 0; peer < ranks; peer++) {
-    if (peer == 0) std::printf("  waited by rank 0 in dispatch, us in all, for each peer:");
+    if (peer == 0) std::printf("  rank 0 waited for each peer in dispatch, us in all:");
     std::printf(" %.0f", 1e-3 * static_cast<double>(group.waited_ns(0, 0, ABI_OPERATION_DISPATCH, peer)));
   }
   std::printf("\n");
