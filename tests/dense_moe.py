@@ -69,9 +69,10 @@ def gate_weights(scores, ids, config):
     return chosen * config.scale
 
 
-def swiglu(x, gate_up, down, scale=1.0):
+def swiglu(x, gate_up, down):
+    """[T, H] -> [T, H], or [E, T, H] where the weights have a leading E."""
     gate, up = jnp.split(x @ gate_up, 2, axis=-1)
-    return (gate / (1 + jnp.exp(-gate)) * up * scale) @ down
+    return (gate / (1 + jnp.exp(-gate)) * up) @ down
 
 
 def forward(weights, x, ids, routed, real, config):
@@ -80,10 +81,9 @@ def forward(weights, x, ids, routed, real, config):
     is_sigmoid = config.score == "sigmoid"
     scores = 1 / (1 + jnp.exp(-logits)) if is_sigmoid else jax.nn.softmax(logits)
     gates = gate_weights(scores, jnp.maximum(ids, 0), config)
-    y = jnp.zeros_like(x)
-    for e in range(config.num_experts):
-        share = jnp.where(routed == e, gates, 0).sum(-1, keepdims=True)
-        y = y + swiglu(x, weights["gate_up"][e], weights["down"][e]) * share
+    experts = jnp.arange(config.num_experts)[:, None, None]
+    share = jnp.where(routed == experts, gates, 0).sum(-1)  # [E, T]
+    y = (swiglu(x, weights["gate_up"], weights["down"]) * share[..., None]).sum(0)
     if "shared_gate_up" in weights:
         y = y + swiglu(x, weights["shared_gate_up"], weights["shared_down"])
     return jnp.where(real[:, None], y, 0), scores / scores.sum(-1, keepdims=True)

@@ -46,22 +46,24 @@ class Outcome:
 
 
 def make(config, layout: Layout, *, hidden=12, width=10, seed=0, **options) -> jax_moe.MoE:
-    """A layer with weights large enough that scores and gates differ well."""
-
-    @nnx.jit
-    def create():
-        options.setdefault("kernel_init", nnx.initializers.normal(0.5))
-        return jax_moe.MoE(
+    """A layer whose weights, drawn by numpy (quicker to compile), make scores and gates differ."""
+    layer = nnx.eval_shape(
+        lambda: jax_moe.MoE(
             hidden,
             width,
             config,
             layout.group,
             implementation=layout.implementation,
-            rngs=nnx.Rngs(seed),
+            rngs=nnx.Rngs(0),
             **options,
         )
-
-    return create()
+    )
+    rng = np.random.default_rng(seed)
+    for _, param in sorted(nnx.state(layer, nnx.Param).items()):
+        value = 0.5 * rng.standard_normal(param.shape, np.float32)
+        param.set_value(jnp.asarray(value, param.dtype))
+    layer.bias.set_value(jnp.zeros(config.num_experts, jnp.float32))
+    return layer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,12 +93,13 @@ class Step:
         return {name: np.asarray(value) for name, value in params.items()}
 
     def __call__(self, x, mask, dy, *, bias=None, **changed) -> Outcome:
-        """Runs with the layer's weights, except for those in `changed`."""
-        _, params, rest = nnx.split(self.layer, nnx.Param, ...)
+        """Runs with the layer's weights and bias, except for those given."""
+        # Mapped, so that the layer keeps its own variables.
+        params, rest = jax.tree.map(jnp.asarray, nnx.split(self.layer, nnx.Param, ...)[1:])
         if bias is not None:
-            rest["bias"][...] = jnp.asarray(bias, jnp.float32)
+            rest["bias"].set_value(jnp.asarray(bias, jnp.float32))
         for name, value in changed.items():
-            params[name][...] = jnp.asarray(value)
+            params[name].set_value(jnp.asarray(value))
         (grads, dx), (y, stats) = self._compiled(params, rest, x, mask, dy)
         grads = {name: np.asarray(g) for name, g in nnx.to_pure_dict(grads).items()}
         return Outcome(np.asarray(y), stats, grads | {"x": np.asarray(dx)})

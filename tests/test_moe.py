@@ -18,7 +18,6 @@ LAYOUTS = (
     NODES_4X2,
     Layout((1, 1, 1), virtual_ranks=8, num_nodes=4),
     Layout((1, 2, 1), virtual_ranks=2),
-    Layout((2, 1, 2), virtual_ranks=4, num_nodes=2),
     Layout((2, 2, 2), implementation="xla"),
     Layout((1, 2, 2), virtual_ranks=2, implementation="reference"),
 )
