@@ -125,13 +125,13 @@ def cast_varying(array: jax.Array, axes) -> jax.Array:
     return jax.lax.pcast(array, missing, to="varying") if missing else array
 
 
-def refuse_vmap(operation: str, array: jax.Array) -> jax.Array:
-    """The array itself; raises where it is batched by `jax.vmap`.
+def refuse_vmap(operation: str, *trees):
+    """The trees themselves; raises where any of their arrays is batched by `jax.vmap`.
 
     Raises:
       NotImplementedError: under vmap.
     """
-    return _refuse_vmap_p.bind(array, operation=operation)
+    return jax.tree.map(lambda array: _refuse_vmap_p.bind(array, operation=operation), trees)
 
 
 _refuse_vmap_p = Primitive("jax_moe_refuse_vmap")

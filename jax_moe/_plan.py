@@ -143,7 +143,7 @@ def plan(
     )
     _implementation.check_context(group, "plan")
     (expert_ids,) = _implementation.vary(group, expert_ids)
-    expert_ids = _implementation.refuse_vmap("plan", expert_ids)
+    (expert_ids,) = _implementation.refuse_vmap("plan", expert_ids)
     arrays = _implementation.module(spec.implementation).plan(expert_ids, spec)
     return Plan(*arrays, spec=spec)
 
