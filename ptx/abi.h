@@ -17,17 +17,16 @@
 #define ABI_MAX_CHUNK_TOKENS 8
 
 // ---- Launch shapes. Every grid is virtual_ranks * blocks_per_rank blocks, launched cooperatively;
-// block i serves virtual rank i % virtual_ranks as its block i / virtual_ranks.
+// block i serves virtual rank i % virtual_ranks as its block i / virtual_ranks. SEND_WARPS and SUM_WARPS: warps of a
+// block that begin by sending when every block sends (link_blocks == blocks_per_rank).
 #define ABI_WARP_THREADS 32
 #define ABI_PLAN_WARPS 16
 #define ABI_PLAN_THREADS 512
 #define ABI_DISPATCH_WARPS 12
 #define ABI_DISPATCH_SEND_WARPS 4
-#define ABI_DISPATCH_EXPAND_WARPS 8
 #define ABI_DISPATCH_THREADS 384
 #define ABI_COMBINE_WARPS 16
 #define ABI_COMBINE_SUM_WARPS 11
-#define ABI_COMBINE_ADD_WARPS 5
 #define ABI_COMBINE_THREADS 512
 
 // ---- Dynamic shared memory: byte offsets and sizes. plan's depends on the experts: this many bytes for each
@@ -41,9 +40,9 @@
 #define ABI_DISPATCH_RING_BYTES 16384
 #define ABI_DISPATCH_LISTS_AT 196608
 #define ABI_DISPATCH_SMEM_BYTES 208896
-// combine: per warp the sum over nodes of one slab, a list of 8 tokens x 16 terms, and each token's number of terms.
+// combine: per warp the outer sum of one slab, a list of 8 tokens x 16 terms, and each token's number of terms.
 #define ABI_COMBINE_SLAB_BYTES 2048
-#define ABI_COMBINE_NODE_SUM_BYTES 4096
+#define ABI_COMBINE_OUTER_SUM_BYTES 4096
 #define ABI_COMBINE_LISTS_AT 65536
 #define ABI_COMBINE_NUM_TERMS_AT 81920
 #define ABI_COMBINE_NUM_TERMS_BYTES 32
@@ -140,6 +139,8 @@
 #define ABI_POOL_BUSY 256
 #define ABI_POOL_ABORT 384
 #define ABI_POOL_REPORTED 448
+#define ABI_POOL_CLAIMED_SENDS 2560
+#define ABI_POOL_CLAIMED_RECEIVES 2688
 #define ABI_POOL_WAIT_MAX 512
 #define ABI_POOL_WAIT_TOTAL 1024
 // Epoch flags written by peers: one a source rank (joined), one a (source, segment) (plan).

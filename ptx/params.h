@@ -54,7 +54,8 @@ struct Params {
   uint32_t chunk_tokens;
   uint32_t num_chunks;   // per source rank, at least 1
   uint32_t blocks_per_rank;
-  uint32_t link_blocks;  // blocks of a rank that send to other ranks, 1..blocks_per_rank
+  uint32_t link_blocks;  // 1..blocks_per_rank: these blocks send with all warps before they receive; if it is
+                         // blocks_per_rank, every block sends with some of its warps
   uint32_t num_segments; // per source rank
   uint32_t segment_ids;
   uint64_t chunk_flags;  // byte offsets in a pool
@@ -103,7 +104,7 @@ static_assert(offsetof(Params, arrays) == ABI_PARAMS_ARRAYS);
 
 static_assert(ABI_PLAN_WARPS * ABI_WARP_THREADS == ABI_PLAN_THREADS);
 static_assert(ABI_DISPATCH_WARPS * ABI_WARP_THREADS == ABI_DISPATCH_THREADS);
-static_assert(ABI_DISPATCH_SEND_WARPS + ABI_DISPATCH_EXPAND_WARPS == ABI_DISPATCH_WARPS);
+static_assert(ABI_DISPATCH_SEND_WARPS < ABI_DISPATCH_WARPS);
 static_assert(ABI_DISPATCH_STAGES - 2 == ABI_DISPATCH_PENDING_READS);
 static_assert(ABI_DISPATCH_STAGES * ABI_DISPATCH_STAGE_BYTES == ABI_DISPATCH_RING_BYTES);
 static_assert(ABI_DISPATCH_WARPS * ABI_DISPATCH_RING_BYTES == ABI_DISPATCH_LISTS_AT);
@@ -114,9 +115,9 @@ static_assert(ABI_LIST_ENTRY_BYTES * ABI_MAX_TOPK == ABI_LIST_TOKEN_BYTES);
 static_assert(ABI_LIST_TOKEN_BYTES * ABI_MAX_CHUNK_TOKENS == ABI_LIST_BYTES);
 static_assert(ABI_MAX_RANKS * 8 == ABI_TABLE_BYTES);
 static_assert(ABI_COMBINE_WARPS * ABI_WARP_THREADS == ABI_COMBINE_THREADS);
-static_assert(ABI_COMBINE_SUM_WARPS + ABI_COMBINE_ADD_WARPS == ABI_COMBINE_WARPS);
-static_assert(ABI_COMBINE_SLAB_BYTES * 2 == ABI_COMBINE_NODE_SUM_BYTES);  // bf16 summed as f32
-static_assert(ABI_COMBINE_WARPS * ABI_COMBINE_NODE_SUM_BYTES == ABI_COMBINE_LISTS_AT);
+static_assert(ABI_COMBINE_SUM_WARPS < ABI_COMBINE_WARPS);
+static_assert(ABI_COMBINE_SLAB_BYTES * 2 == ABI_COMBINE_OUTER_SUM_BYTES);  // bf16 summed as f32
+static_assert(ABI_COMBINE_WARPS * ABI_COMBINE_OUTER_SUM_BYTES == ABI_COMBINE_LISTS_AT);
 static_assert(ABI_COMBINE_LISTS_AT + ABI_COMBINE_WARPS * ABI_LIST_BYTES == ABI_COMBINE_NUM_TERMS_AT);
 static_assert(ABI_MAX_CHUNK_TOKENS * 4 == ABI_COMBINE_NUM_TERMS_BYTES);
 static_assert(ABI_COMBINE_NUM_TERMS_AT + ABI_COMBINE_WARPS * ABI_COMBINE_NUM_TERMS_BYTES ==
@@ -126,7 +127,9 @@ static_assert(ABI_PLAN_SMEM_ARRAYS * 4 == ABI_PLAN_SMEM_BYTES_PER_ENTRY);
 static_assert(ABI_POOL_JOIN_FLAGS + ABI_MAX_RANKS * ABI_FLAG_BYTES == ABI_POOL_PLAN_FLAGS);
 static_assert(ABI_POOL_PLAN_FLAGS + ABI_PLAN_MAX_SEGMENTS * ABI_FLAG_BYTES <= ABI_POOL_HEAD_BYTES);
 static_assert(ABI_POOL_WAIT_MAX + ABI_MAX_RANKS * 8 == ABI_POOL_WAIT_TOTAL);
-static_assert(ABI_POOL_WAIT_TOTAL + ABI_NUM_OPERATIONS * ABI_MAX_RANKS * 8 <= ABI_POOL_JOIN_FLAGS);
+static_assert(ABI_POOL_WAIT_TOTAL + ABI_NUM_OPERATIONS * ABI_MAX_RANKS * 8 <=
+              ABI_POOL_CLAIMED_SENDS);
+static_assert(ABI_POOL_CLAIMED_RECEIVES < ABI_POOL_JOIN_FLAGS);
 static_assert(ABI_REPORT_RECORDS + ABI_MAX_RANKS * ABI_REPORT_RECORD_BYTES <= ABI_REPORT_WAITS);
 static_assert(ABI_REPORT_WAITS + ABI_MAX_RANKS * ABI_NUM_OPERATIONS * ABI_MAX_RANKS * 8 ==
               ABI_REPORT_BYTES);
@@ -243,11 +246,18 @@ struct PoolLayout {
   }
 };
 
-// Tokens a chunk: few enough that every warp of the role gets several, which keeps the tail short.
-constexpr uint32_t ChunkTokens(uint32_t num_tokens, uint32_t num_warps) {
-  const uint64_t wanted = num_tokens / (4 * static_cast<uint64_t>(num_warps > 0 ? num_warps : 1));
+// Tokens a chunk: few enough that every sending warp gets several, which keeps the tail short. The ranks of a group
+// must come to the same number. plan has no chunks.
+constexpr uint32_t DefaultChunkTokens(int operation, uint32_t num_tokens, uint32_t blocks_per_rank,
+                                      uint32_t link_blocks) {
+  if (operation == ABI_OPERATION_PLAN) return 1;
+  const bool dispatch = operation == ABI_OPERATION_DISPATCH;
+  const uint32_t all = dispatch ? ABI_DISPATCH_WARPS : ABI_COMBINE_WARPS;
+  const uint32_t some = dispatch ? ABI_DISPATCH_SEND_WARPS : ABI_COMBINE_SUM_WARPS;
+  const uint32_t warps = link_blocks < blocks_per_rank ? link_blocks * all : blocks_per_rank * some;
+  const uint32_t wanted = num_tokens / (4 * (warps > 0 ? warps : 1));
   if (wanted < 1) return 1;
-  return wanted > ABI_MAX_CHUNK_TOKENS ? ABI_MAX_CHUNK_TOKENS : static_cast<uint32_t>(wanted);
+  return wanted > ABI_MAX_CHUNK_TOKENS ? ABI_MAX_CHUNK_TOKENS : wanted;
 }
 
 // All of Params but pools, report and arrays. The ranks of a group must agree on chunk_tokens.

@@ -206,16 +206,16 @@ void FillArrays(int operation, const Arrays& a, uint64_t* slots) {
 
 struct Shape {
   CUfunction function;
-  uint32_t threads, smem, role_warps;
+  uint32_t threads, smem;
 };
 Shape ShapeOf(const Device& device, int operation, const Sizes& sizes) {
   if (operation == ABI_OPERATION_PLAN) {
-    return {device.plan, ABI_PLAN_THREADS, jax_moe::ptx::PlanSmemBytes(sizes.experts), 1};
+    return {device.plan, ABI_PLAN_THREADS, jax_moe::ptx::PlanSmemBytes(sizes.experts)};
   }
   if (operation == ABI_OPERATION_DISPATCH) {
-    return {device.dispatch, ABI_DISPATCH_THREADS, ABI_DISPATCH_SMEM_BYTES, ABI_DISPATCH_SEND_WARPS};
+    return {device.dispatch, ABI_DISPATCH_THREADS, ABI_DISPATCH_SMEM_BYTES};
   }
-  return {device.combine, ABI_COMBINE_THREADS, ABI_COMBINE_SMEM_BYTES, ABI_COMBINE_SUM_WARPS};
+  return {device.combine, ABI_COMBINE_THREADS, ABI_COMBINE_SMEM_BYTES};
 }
 
 }  // namespace
@@ -230,7 +230,7 @@ void Group::Launch(size_t index, int operation, const Sizes& sizes, const Arrays
   const uint32_t link = tuning.link_blocks > 0 ? std::min(blocks, tuning.link_blocks) : blocks;
   const uint32_t chunk = tuning.chunk_tokens > 0
                              ? tuning.chunk_tokens
-                             : jax_moe::ptx::ChunkTokens(sizes.tokens, blocks * shape.role_warps);
+                             : jax_moe::ptx::DefaultChunkTokens(operation, sizes.tokens, blocks, link);
   jax_moe::ptx::CallShape call{num_ranks_,     virtual_ranks_, static_cast<uint32_t>(index) * virtual_ranks_,
                                sizes.nodes,    sizes.tokens,   sizes.topk,
                                sizes.experts,  sizes.capacity, sizes.alignment,

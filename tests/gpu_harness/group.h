@@ -51,7 +51,7 @@ struct Arrays {
 struct Tuning {
   uint32_t blocks_per_rank;  // 0: all SMs
   uint32_t link_blocks;      // 0: all blocks
-  uint32_t chunk_tokens;     // 0: jax_moe::ptx::ChunkTokens
+  uint32_t chunk_tokens;     // 0: jax_moe::ptx::DefaultChunkTokens
 };
 
 class Group {
