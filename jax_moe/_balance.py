@@ -117,20 +117,21 @@ def sequence_balance_loss(
 
     Source: DeepSeek-V3 technical report, section 2.1.2 (equations 17 to 20).
     """
-    logits = logits.astype(jnp.float32)
+    real = jnp.ones(logits.shape[:-1], jnp.bool_) if mask is None else mask
+    # Selected before anything else: a padding token may hold NaN, whose gradient would be NaN too.
+    logits = jnp.where(real[..., None], logits.astype(jnp.float32), 0)
+    weight = real.astype(jnp.float32)[..., None]
+    length = jnp.maximum(jnp.sum(weight, axis=-2), 1)
+
     num_experts, top_k = config.num_experts, config.top_k
-    real = jnp.ones(logits.shape[:-1], jnp.float32) if mask is None else mask.astype(jnp.float32)
-    length = jnp.maximum(jnp.sum(real, axis=-1), 1)[..., None]
     scores = jax.nn.sigmoid(logits) if config.score == "sigmoid" else jax.nn.softmax(logits)
     chosen = lax.top_k(lax.stop_gradient(scores), top_k)[1]
     one_hot = chosen[..., None] == jnp.arange(num_experts, dtype=chosen.dtype)
-    hits = one_hot.any(-2).astype(jnp.float32) * real[..., None]
+    hits = one_hot.any(-2).astype(jnp.float32) * weight
     load = jnp.sum(hits, axis=-2) * (num_experts / top_k) / length
-    # Selected, not multiplied: a padding token may hold anything.
-    share = jnp.where(real[..., None] > 0, normalized_scores(logits, config), 0)
-    losses = jnp.sum(load * (jnp.sum(share, axis=-2) / length), axis=-1)
-    sequences = jnp.sum(jnp.any(real > 0, axis=-1), dtype=jnp.float32)
-    return jnp.sum(losses) / jnp.maximum(sequences, 1)
+    share = jnp.sum(normalized_scores(logits, config) * weight, axis=-2) / length
+    sequences = jnp.sum(jnp.any(real, axis=-1), dtype=jnp.float32)
+    return jnp.sum(load * share) / jnp.maximum(sequences, 1)
 
 
 def load_ratios(counts: Int[Array, " experts"]) -> tuple[Float[Array, ""], Float[Array, ""]]:
