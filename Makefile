@@ -11,6 +11,8 @@ EXTRAS := test,train
 # Whatever environment is active, the ones below are used.
 unexport PYTHONPATH PYTHONHOME VIRTUAL_ENV
 export PYTHON
+# Python compiles what it imports; pip would compile all.
+export PIP_COMPILE := 0
 
 OLDEST := 0.11.2
 BUILD_VENV := .venv
@@ -22,7 +24,6 @@ $(error JAXLIB=$(JAXLIB) has no $(CONSTRAINTS); there are: $(wildcard tests/cons
 endif
 
 PIP := bin/python -m pip --disable-pip-version-check --quiet
-INSTALL := $(PIP) install --no-compile
 NATIVE_SOURCES := $(wildcard xla_ffi/* ptx/*)
 PYTHON_SOURCES := $(shell find jax_moe -name '*.py')
 CXX_FILES := $(wildcard xla_ffi/*.h xla_ffi/*.cc tests/cpp/*.h tests/cpp/*.cc)
@@ -51,7 +52,7 @@ $(addsuffix /.made,$(VENVS)): tools/make_venv.sh tools/find_python.sh
 # (the oldest jaxlib among them) are pyproject.toml's.
 $(BUILD_VENV)/.build-requirements: $(BUILD_VENV)/.made pyproject.toml tests/constraints.txt \
     tests/constraints-$(OLDEST).txt
-	$(BUILD_VENV)/$(INSTALL) -c tests/constraints-$(OLDEST).txt cmake ninja \
+	$(BUILD_VENV)/$(PIP) install -c tests/constraints-$(OLDEST).txt cmake ninja \
 	    $$($(BUILD_VENV)/bin/python tools/build_requirements.py)
 	@touch $@
 
@@ -59,7 +60,7 @@ $(BUILD_VENV)/.build-requirements: $(BUILD_VENV)/.made pyproject.toml tests/cons
 # built against the oldest, because that is what users get.
 ifeq ($(VENV),$(BUILD_VENV))
 $(VENV)/.installed: $(BUILD_VENV)/.build-requirements $(NATIVE_SOURCES)
-	$(VENV)/$(INSTALL) -c $(CONSTRAINTS) --no-build-isolation --editable '.[$(EXTRAS)]'
+	$(VENV)/$(PIP) install -c $(CONSTRAINTS) --no-build-isolation --editable '.[$(EXTRAS)]'
 	@touch $@
 else
 build/wheel/.built: $(BUILD_VENV)/.build-requirements $(NATIVE_SOURCES) $(PYTHON_SOURCES) README.md
@@ -68,13 +69,13 @@ build/wheel/.built: $(BUILD_VENV)/.build-requirements $(NATIVE_SOURCES) $(PYTHON
 	@touch $@
 
 $(VENV)/.installed: $(VENV)/.made $(CONSTRAINTS) tests/constraints.txt build/wheel/.built
-	$(VENV)/$(INSTALL) -c $(CONSTRAINTS) "$$(echo build/wheel/*.whl)[$(EXTRAS)]"
-	$(VENV)/$(INSTALL) --force-reinstall --no-deps build/wheel/*.whl
+	$(VENV)/$(PIP) install -c $(CONSTRAINTS) "$$(echo build/wheel/*.whl)[$(EXTRAS)]"
+	$(VENV)/$(PIP) install --force-reinstall --no-deps build/wheel/*.whl
 	@touch $@
 endif
 
 $(TOOLS_VENV)/.installed: $(TOOLS_VENV)/.made tools/lint-requirements.txt
-	$(TOOLS_VENV)/$(INSTALL) -r tools/lint-requirements.txt
+	$(TOOLS_VENV)/$(PIP) install -r tools/lint-requirements.txt
 	@touch $@
 
 lint: $(TOOLS_VENV)/.installed $(BUILD_VENV)/.installed
@@ -88,5 +89,5 @@ format: $(TOOLS_VENV)/.installed
 	$(TOOLS_VENV)/bin/ruff format .
 	$(TOOLS_VENV)/bin/clang-format -i $(CXX_FILES)
 
-dist: $(TOOLS_VENV)/.installed
-	tools/check_dist.sh $(TOOLS_VENV)/bin/python
+dist: $(BUILD_VENV)/.build-requirements
+	tools/check_dist.sh $(BUILD_VENV)/bin/python

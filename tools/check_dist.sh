@@ -1,23 +1,26 @@
 #!/bin/sh
 # check_dist.sh PYTHON: builds sdist and wheel into dist/ and tries each in a fresh environment.
-# PYTHON has the `build` package. The wheel is built from the sdist, isolated, as pip would.
+# PYTHON has pyproject.toml's build requirements. The wheel is built from the sdist, so that a file
+# missing there shows. Installing the sdist is an isolated build, as for a user.
 set -eu
 
 python=$1
 root=$(cd "$(dirname "$0")/.." && pwd)
 cd "$root"
-rm -f dist/jax_moe-*
-"$python" -m build --outdir dist . >build-dist.log 2>&1 || { cat build-dist.log >&2; exit 1; }
-rm -f build-dist.log
-
+export PIP_COMPILE=0 PIP_DISABLE_PIP_VERSION_CHECK=1
 scratch=$(mktemp -d)
 trap 'rm -rf "$scratch"' EXIT
-tools/make_venv.sh "$scratch/venv"
-pip="$scratch/venv/bin/python -m pip --disable-pip-version-check --quiet"
 
+rm -f dist/jax_moe-*
+"$python" -c 'from scikit_build_core.build import build_sdist as b; b("dist")' >"$scratch/log" 2>&1 \
+  || { cat "$scratch/log" >&2; exit 1; }
+"$python" -m pip wheel --quiet --no-build-isolation --no-deps --wheel-dir dist dist/jax_moe-*.tar.gz
+
+tools/make_venv.sh "$scratch/venv"
+venv="$scratch/venv/bin/python"
 for file in dist/jax_moe-*.whl dist/jax_moe-*.tar.gz; do
-  $pip uninstall --yes jax_moe
-  $pip install -c tests/constraints-0.11.2.txt "$file"
-  (cd "$scratch" && venv/bin/python -P "$root/tools/smoke.py")
+  "$venv" -m pip install --quiet -c tests/constraints-0.11.2.txt "$file"
+  (cd "$scratch" && "$venv" -P "$root/tools/smoke.py")
   echo "$file installs and works"
+  "$venv" -m pip uninstall --quiet --yes jax_moe
 done
