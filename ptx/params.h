@@ -246,18 +246,20 @@ struct PoolLayout {
   }
 };
 
-// Tokens a chunk: few enough that every sending warp gets several, which keeps the tail short. The ranks of a group
-// must come to the same number. plan has no chunks.
-constexpr uint32_t DefaultChunkTokens(int operation, uint32_t num_tokens, uint32_t blocks_per_rank,
-                                      uint32_t link_blocks) {
+// Tokens a chunk: few enough that every sending warp gets several, which keeps the tail short, but not so few that
+// more than 32768 flags are set at a rank. The ranks of a group must come to the same number. plan has no chunks.
+constexpr uint32_t DefaultChunkTokens(int operation, uint32_t num_ranks, uint32_t num_tokens,
+                                      uint32_t blocks_per_rank, uint32_t link_blocks) {
   if (operation == ABI_OPERATION_PLAN) return 1;
   const bool dispatch = operation == ABI_OPERATION_DISPATCH;
   const uint32_t all = dispatch ? ABI_DISPATCH_WARPS : ABI_COMBINE_WARPS;
   const uint32_t some = dispatch ? ABI_DISPATCH_SEND_WARPS : ABI_COMBINE_SUM_WARPS;
   const uint32_t warps = link_blocks < blocks_per_rank ? link_blocks * all : blocks_per_rank * some;
-  const uint32_t wanted = num_tokens / (4 * (warps > 0 ? warps : 1));
+  const uint64_t for_tail = num_tokens / (8 * (warps > 0 ? warps : 1));
+  const uint64_t for_flags = CeilDiv(static_cast<uint64_t>(num_ranks) * num_tokens, 32768);
+  const uint64_t wanted = for_tail > for_flags ? for_tail : for_flags;
   if (wanted < 1) return 1;
-  return wanted > ABI_MAX_CHUNK_TOKENS ? ABI_MAX_CHUNK_TOKENS : wanted;
+  return wanted > ABI_MAX_CHUNK_TOKENS ? ABI_MAX_CHUNK_TOKENS : static_cast<uint32_t>(wanted);
 }
 
 // All of Params but pools, report and arrays. The ranks of a group must agree on chunk_tokens.

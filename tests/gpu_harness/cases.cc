@@ -184,6 +184,9 @@ std::vector<Case> CheckCases(uint32_t ranks) {
   auto add = [&](const char* name, uint32_t nodes, uint32_t tokens, uint32_t topk, uint32_t local,
                  uint32_t hidden, bool bf16, Routing routing, uint32_t alignment, bool zero_tail,
                  double factor) {
+    // Many ranks: fewer tokens and a bounded capacity, so that the host can hold all ranks' rows.
+    if (ranks > 8) tokens = (tokens * 8 + ranks - 1) / ranks;
+    if (ranks > 8 && factor == 0) factor = 2.5;
     Sizes sizes{ranks, nodes, tokens, topk, ranks * local, 0, alignment, hidden, bf16, zero_tail};
     sizes.capacity = WorstCapacity(sizes);
     if (factor > 0) {

@@ -230,7 +230,7 @@ void Group::Launch(size_t index, int operation, const Sizes& sizes, const Arrays
   const uint32_t link = tuning.link_blocks > 0 ? std::min(blocks, tuning.link_blocks) : blocks;
   const uint32_t chunk = tuning.chunk_tokens > 0
                              ? tuning.chunk_tokens
-                             : jax_moe::ptx::DefaultChunkTokens(operation, sizes.tokens, blocks, link);
+                             : jax_moe::ptx::DefaultChunkTokens(operation, num_ranks_, sizes.tokens, blocks, link);
   jax_moe::ptx::CallShape call{num_ranks_,     virtual_ranks_, static_cast<uint32_t>(index) * virtual_ranks_,
                                sizes.nodes,    sizes.tokens,   sizes.topk,
                                sizes.experts,  sizes.capacity, sizes.alignment,
