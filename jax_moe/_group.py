@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import math
+import operator
 
 import jax
 import jax.numpy as jnp
@@ -58,6 +59,18 @@ def make_mesh(
     return Mesh(devices.reshape(sizes), AXIS_NAMES, axis_types=types)
 
 
+def integer(name: str, value) -> int:
+    """The value as an int, numpy's included.
+
+    Raises:
+      TypeError: it is no integer.
+    """
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name}={value!r}: must be an integer.") from None
+
+
 @dataclasses.dataclass(frozen=True)
 class ExpertGroup:
     """The ranks among which experts are spread, built once and before any tracing.
@@ -101,6 +114,9 @@ class ExpertGroup:
                 f"ExpertGroup axes {axes}: each must be a different axis of the mesh, whose axes "
                 f"are {self.mesh.axis_names}; name them with axes=(node axis, rank axis)."
             )
+        for name in ("virtual_ranks", "num_nodes", "num_sms", "link_sms"):
+            if getattr(self, name) is not None:
+                object.__setattr__(self, name, integer(name, getattr(self, name)))
         if self.virtual_ranks < 1:
             raise ValueError(f"virtual_ranks={self.virtual_ranks}: must be >= 1.")
         if self.num_nodes is None:

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_moe import _implementation
-from jax_moe._group import ExpertGroup
+from jax_moe._group import ExpertGroup, integer
 from jax_moe._reference import align_up
 
 Tail = Literal["zero", "undefined"]
@@ -164,6 +164,8 @@ def _make_spec(
             f"multiple of the device's {group.virtual_ranks} virtual ranks and its second >= 1; "
             "ranks short of tokens pass rows of -1."
         )
+    num_experts, alignment = integer("num_experts", num_experts), integer("alignment", alignment)
+    capacity = None if capacity is None else integer("capacity", capacity)
     if num_experts < 1 or num_experts % group.num_ranks:
         raise ValueError(
             f"num_experts={num_experts}: must be a positive multiple of the group's "
