@@ -71,9 +71,7 @@ def dispatch(x: jax.Array, s: jax.Array, plan: Plan) -> tuple[jax.Array, jax.Arr
     x = _make_ready(x, plan.spec, _need("dispatch", x, plan))
     results = [((num_rows, x.shape[1]), x.dtype), ((num_rows,), s.dtype)]
     operands = (x, s, plan.expert_ids, plan.positions, plan.sources, arrivals)
-    rows, row_s = _call(
-        "jax_moe_dispatch", results, plan.spec, *operands, plan.padded_group_sizes
-    )
+    rows, row_s = _call("jax_moe_dispatch", results, plan.spec, *operands, plan.padded_group_sizes)
     return rows, row_s
 
 

@@ -87,14 +87,9 @@ Status ChooseLaunch(const std::vector<Device*>& devices, const Call& call, Launc
     }
   }
   shape->link_blocks = std::clamp(link, 1u, shape->blocks_per_rank);
-  // The warps that take chunks; see ptx/README.md. All ranks must come to the same number.
-  uint32_t warps = 0;
-  if (call.operation == ABI_OPERATION_DISPATCH) {
-    warps = shape->link_blocks * ABI_DISPATCH_SEND_WARPS;
-  } else if (call.operation == ABI_OPERATION_COMBINE) {
-    warps = shape->blocks_per_rank * ABI_COMBINE_SUM_WARPS;
-  }
-  shape->chunk_tokens = warps == 0 ? 1 : ptx::ChunkTokens(call.shape.num_tokens, warps);
+  shape->chunk_tokens =
+      ptx::DefaultChunkTokens(call.operation, call.shape.num_ranks, call.shape.num_tokens,
+                              shape->blocks_per_rank, shape->link_blocks);
   return {};
 }
 
