@@ -1,7 +1,9 @@
-// The contract between the host (C++) and the kernels (PTX): sizes, offsets, limits and codes, each stated once.
+// The contract between the host (C++) and the kernels (PTX): sizes, offsets, limits and codes, each
+// stated once.
 //
-// Both languages include this file, so every value is a bare decimal literal: no suffix, no parentheses, no
-// expression (ptxas takes neither in array sizes). Relations between values are asserted in params.h.
+// Both languages include this file, so every value is a bare decimal literal: no suffix, no
+// parentheses, no expression (ptxas takes neither in array sizes). Relations between values are
+// asserted in params.h.
 #ifndef JAX_MOE_PTX_ABI_H_
 #define JAX_MOE_PTX_ABI_H_
 
@@ -17,8 +19,9 @@
 #define ABI_MAX_CHUNK_TOKENS 8
 
 // ---- Launch shapes. Every grid is virtual_ranks * blocks_per_rank blocks, launched cooperatively;
-// block i serves virtual rank i % virtual_ranks as its block i / virtual_ranks. SEND_WARPS and SUM_WARPS: warps of a
-// block that begin by sending when every block sends (link_blocks == blocks_per_rank).
+// block i serves virtual rank i % virtual_ranks as its block i / virtual_ranks. SEND_WARPS and
+// SUM_WARPS: warps of a block that begin by sending when every block sends (link_blocks ==
+// blocks_per_rank).
 #define ABI_WARP_THREADS 32
 #define ABI_PLAN_WARPS 16
 #define ABI_PLAN_THREADS 512
@@ -29,8 +32,8 @@
 #define ABI_COMBINE_SUM_WARPS 11
 #define ABI_COMBINE_THREADS 512
 
-// ---- Dynamic shared memory: byte offsets and sizes. plan's depends on the experts: this many bytes for each
-// entry of a count row.
+// ---- Dynamic shared memory: byte offsets and sizes. plan's depends on the experts: this many
+// bytes for each entry of a count row.
 #define ABI_PLAN_SMEM_ARRAYS 20
 #define ABI_PLAN_SMEM_BYTES_PER_ENTRY 80
 // dispatch: per warp a ring of stages and a list of 8 tokens x 16 destinations.
@@ -40,7 +43,8 @@
 #define ABI_DISPATCH_RING_BYTES 16384
 #define ABI_DISPATCH_LISTS_AT 196608
 #define ABI_DISPATCH_SMEM_BYTES 208896
-// combine: per warp the outer sum of one slab, a list of 8 tokens x 16 terms, and each token's number of terms.
+// combine: per warp the outer sum of one slab, a list of 8 tokens x 16 terms, and each token's
+// number of terms.
 #define ABI_COMBINE_SLAB_BYTES 2048
 #define ABI_COMBINE_OUTER_SUM_BYTES 4096
 #define ABI_COMBINE_LISTS_AT 65536
@@ -63,7 +67,8 @@
 #define ABI_PLAN_COUNT_ALIGN 4
 #define ABI_NO_EXPERT_ID 65535
 
-// ---- struct Params: the one kernel parameter (by value). Field, type and filler stand in params.h.
+// ---- struct Params: the one kernel parameter (by value). Field, type and filler stand in
+// params.h.
 #define ABI_PARAMS_BYTES 256
 #define ABI_PARAMS_POOLS 0
 #define ABI_PARAMS_REPORT 8
@@ -96,7 +101,8 @@
 #define ABI_PARAMS_SLOTS_STRIDE 152
 #define ABI_PARAMS_ARRAYS 160
 
-// Arrays of each operation, in units of 8 bytes from ABI_PARAMS_ARRAYS (the offsets below are absolute).
+// Arrays of each operation, in units of 8 bytes from ABI_PARAMS_ARRAYS (the offsets below are
+// absolute).
 #define ABI_PLAN_EXPERT_IDS_IN 160
 #define ABI_PLAN_EXPERT_IDS 168
 #define ABI_PLAN_POSITIONS 176
@@ -129,8 +135,8 @@
 #define ABI_FLAG_ZERO_TAIL 1
 #define ABI_FLAG_BF16 2
 
-// ---- The pool: one per rank, device memory, mapped by every peer. Its first 8192 bytes have a fixed layout;
-// the five regions after it lie where struct PoolLayout (params.h) puts them.
+// ---- The pool: one per rank, device memory, mapped by every peer. Its first 8192 bytes have a
+// fixed layout; the five regions after it lie where struct PoolLayout (params.h) puts them.
 #define ABI_POOL_ALIGN 128
 #define ABI_POOL_HEAD_BYTES 8192
 // Control words: used by this rank's own kernels only, except the abort word, which peers may set.
@@ -180,7 +186,8 @@
 #define ABI_PHASE_OVERLAP 3
 #define ABI_PHASE_ABORTED 4
 
-// The abort word: 0, or 1 + the rank that gave up first; the host's own abort reads as 1 + ABI_HOST_ABORT_RANK.
+// The abort word: 0, or 1 + the rank that gave up first; the host's own abort reads as 1 +
+// ABI_HOST_ABORT_RANK.
 #define ABI_HOST_ABORT_RANK 255
 
 // ---- Waiting. A wait polls this often before it looks at clocks, deadlines and abort words.
@@ -188,7 +195,8 @@
 #define ABI_WAIT_SLEEP_NS 64
 // Polls between two looks at this rank's abort word; a power of two less one.
 #define ABI_WAIT_ABORT_MASK 63
-// Time between two looks at the deadline and the host's words: no timeout is kept more finely than this.
+// Time between two looks at the deadline and the host's words: no timeout is kept more finely than
+// this.
 #define ABI_WAIT_LOOK_NS 1000000
 
 #endif  // JAX_MOE_PTX_ABI_H_

@@ -1,7 +1,8 @@
-// C++ view of the kernels' contract: the parameter struct, the pool's layout and the choice of launch shape.
+// C++ view of the kernels' contract: the parameter struct, the pool's layout and the choice of
+// launch shape.
 //
-// Pure functions of the sizes: no CUDA, no FFI type, nothing that can fail. The runtime, the GPU harness and the
-// protocol twin include it; ptx/abi.h holds the numbers.
+// Pure functions of the sizes: no CUDA, no FFI type, nothing that can fail. The runtime, the GPU
+// harness and the protocol twin include it; ptx/abi.h holds the numbers.
 #ifndef JAX_MOE_PTX_PARAMS_H_
 #define JAX_MOE_PTX_PARAMS_H_
 
@@ -23,22 +24,22 @@ constexpr uint64_t CeilDiv(uint64_t value, uint64_t divisor) {
 struct CallShape {
   uint32_t num_ranks;
   uint32_t virtual_ranks;
-  uint32_t first_rank;     // device's index in the group * virtual_ranks
+  uint32_t first_rank;  // device's index in the group * virtual_ranks
   uint32_t num_nodes;
-  uint32_t num_tokens;     // per rank
+  uint32_t num_tokens;  // per rank
   uint32_t topk;
   uint32_t num_experts;
   uint32_t capacity;       // rows per rank
   uint32_t alignment;      // rows
   uint32_t payload_bytes;  // of one token: hidden * item size; 0 for plan
   bool zero_tail;
-  bool bf16;               // else float32
+  bool bf16;  // else float32
 };
 
 // The one kernel parameter. Offsets are ABI_PARAMS_*; arrays[] is indexed through ArraySlot().
 struct Params {
-  uint64_t pools;        // device pointer to uint64_t[num_ranks]: each rank's pool as this device sees it
-  uint64_t report;       // device pointer to the report (host memory)
+  uint64_t pools;  // device pointer to uint64_t[num_ranks]: each rank's pool as this device sees it
+  uint64_t report;  // device pointer to the report (host memory)
   uint32_t num_ranks;
   uint32_t virtual_ranks;
   uint32_t first_rank;
@@ -48,26 +49,27 @@ struct Params {
   uint32_t num_experts;
   uint32_t capacity;
   uint32_t alignment;
-  uint32_t flags;        // ABI_FLAG_*
+  uint32_t flags;  // ABI_FLAG_*
   uint32_t payload_bytes;
   uint32_t slot_bytes;
   uint32_t chunk_tokens;
-  uint32_t num_chunks;   // per source rank, at least 1
+  uint32_t num_chunks;  // per source rank, at least 1
   uint32_t blocks_per_rank;
-  uint32_t link_blocks;  // 1..blocks_per_rank: these blocks send with all warps before they receive; if it is
-                         // blocks_per_rank, every block sends with some of its warps
-  uint32_t num_segments; // per source rank
+  uint32_t
+      link_blocks;  // 1..blocks_per_rank: these blocks send with all warps before they receive; if
+                    // it is blocks_per_rank, every block sends with some of its warps
+  uint32_t num_segments;  // per source rank
   uint32_t segment_ids;
   uint64_t chunk_flags;  // byte offsets in a pool
   uint64_t ids;
   uint64_t counts;
   uint64_t gates;
   uint64_t slots;
-  uint64_t ids_stride;   // bytes from a region's even half to its odd half
+  uint64_t ids_stride;  // bytes from a region's even half to its odd half
   uint64_t counts_stride;
   uint64_t gates_stride;
   uint64_t slots_stride;
-  uint64_t arrays[12];   // device pointers of the call's operands and results
+  uint64_t arrays[12];  // device pointers of the call's operands and results
 };
 
 static_assert(sizeof(Params) == ABI_PARAMS_BYTES);
@@ -108,7 +110,8 @@ static_assert(ABI_DISPATCH_SEND_WARPS < ABI_DISPATCH_WARPS);
 static_assert(ABI_DISPATCH_STAGES - 2 == ABI_DISPATCH_PENDING_READS);
 static_assert(ABI_DISPATCH_STAGES * ABI_DISPATCH_STAGE_BYTES == ABI_DISPATCH_RING_BYTES);
 static_assert(ABI_DISPATCH_WARPS * ABI_DISPATCH_RING_BYTES == ABI_DISPATCH_LISTS_AT);
-static_assert(ABI_DISPATCH_LISTS_AT + ABI_DISPATCH_WARPS * ABI_LIST_BYTES == ABI_DISPATCH_SMEM_BYTES);
+static_assert(ABI_DISPATCH_LISTS_AT + ABI_DISPATCH_WARPS * ABI_LIST_BYTES ==
+              ABI_DISPATCH_SMEM_BYTES);
 static_assert(ABI_DISPATCH_STAGES * ABI_BARRIER_BYTES == ABI_DISPATCH_WARP_BARRIER_BYTES);
 static_assert(ABI_DISPATCH_WARPS * ABI_DISPATCH_WARP_BARRIER_BYTES == ABI_DISPATCH_BARRIERS_BYTES);
 static_assert(ABI_LIST_ENTRY_BYTES * ABI_MAX_TOPK == ABI_LIST_TOKEN_BYTES);
@@ -118,7 +121,8 @@ static_assert(ABI_COMBINE_WARPS * ABI_WARP_THREADS == ABI_COMBINE_THREADS);
 static_assert(ABI_COMBINE_SUM_WARPS < ABI_COMBINE_WARPS);
 static_assert(ABI_COMBINE_SLAB_BYTES * 2 == ABI_COMBINE_OUTER_SUM_BYTES);  // bf16 summed as f32
 static_assert(ABI_COMBINE_WARPS * ABI_COMBINE_OUTER_SUM_BYTES == ABI_COMBINE_LISTS_AT);
-static_assert(ABI_COMBINE_LISTS_AT + ABI_COMBINE_WARPS * ABI_LIST_BYTES == ABI_COMBINE_NUM_TERMS_AT);
+static_assert(ABI_COMBINE_LISTS_AT + ABI_COMBINE_WARPS * ABI_LIST_BYTES ==
+              ABI_COMBINE_NUM_TERMS_AT);
 static_assert(ABI_MAX_CHUNK_TOKENS * 4 == ABI_COMBINE_NUM_TERMS_BYTES);
 static_assert(ABI_COMBINE_NUM_TERMS_AT + ABI_COMBINE_WARPS * ABI_COMBINE_NUM_TERMS_BYTES ==
               ABI_COMBINE_SMEM_BYTES);
@@ -198,8 +202,8 @@ struct RegionBytes {
   }
 };
 
-// Where a pool's regions lie. One walk gives offsets and size; every region but the flags exists twice, once per
-// epoch parity.
+// Where a pool's regions lie. One walk gives offsets and size; every region but the flags exists
+// twice, once per epoch parity.
 struct PoolLayout {
   RegionBytes room;
   uint64_t chunk_flags;
@@ -213,14 +217,13 @@ struct PoolLayout {
   uint64_t slots_stride;
   uint64_t size;
 
-  // Room for every call with at most these sizes. `guard_bytes` (a multiple of ABI_POOL_ALIGN) stay unused before
-  // each half of each region and after the last; tests keep a pattern there.
+  // Room for every call with at most these sizes. `guard_bytes` (a multiple of ABI_POOL_ALIGN) stay
+  // unused before each half of each region and after the last; tests keep a pattern there.
   static constexpr PoolLayout Make(uint32_t num_ranks, uint32_t max_tokens, uint32_t max_topk,
                                    uint32_t max_experts, uint32_t max_payload_bytes,
                                    uint64_t guard_bytes = 0) {
     PoolLayout layout{};
-    layout.room =
-        RegionBytes::Of(num_ranks, max_tokens, max_topk, max_experts, max_payload_bytes);
+    layout.room = RegionBytes::Of(num_ranks, max_tokens, max_topk, max_experts, max_payload_bytes);
     uint64_t end = ABI_POOL_HEAD_BYTES;
     auto place = [&](uint64_t bytes, uint64_t halves, uint64_t& offset) -> uint64_t {
       const uint64_t stride = AlignUp(bytes, ABI_POOL_ALIGN) + guard_bytes;
@@ -246,8 +249,9 @@ struct PoolLayout {
   }
 };
 
-// Tokens a chunk: few enough that every sending warp gets several, which keeps the tail short, but not so few that
-// more than 32768 flags are set at a rank. The ranks of a group must come to the same number. plan has no chunks.
+// Tokens a chunk: few enough that every sending warp gets several, which keeps the tail short, but
+// not so few that more than 32768 flags are set at a rank. The ranks of a group must come to the
+// same number. plan has no chunks.
 constexpr uint32_t DefaultChunkTokens(int operation, uint32_t num_ranks, uint32_t num_tokens,
                                       uint32_t blocks_per_rank, uint32_t link_blocks) {
   if (operation == ABI_OPERATION_PLAN) return 1;
@@ -263,8 +267,8 @@ constexpr uint32_t DefaultChunkTokens(int operation, uint32_t num_ranks, uint32_
 }
 
 // All of Params but pools, report and arrays. The ranks of a group must agree on chunk_tokens.
-constexpr Params MakeParams(const CallShape& call, const PoolLayout& layout, uint32_t blocks_per_rank,
-                            uint32_t link_blocks, uint32_t chunk_tokens) {
+constexpr Params MakeParams(const CallShape& call, const PoolLayout& layout,
+                            uint32_t blocks_per_rank, uint32_t link_blocks, uint32_t chunk_tokens) {
   Params params{};
   params.num_ranks = call.num_ranks;
   params.virtual_ranks = call.virtual_ranks;

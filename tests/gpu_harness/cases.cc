@@ -11,22 +11,25 @@ namespace {
 
 // One 32-bit word that says which array, row and word it is.
 uint32_t Origin(uint64_t seed, uint64_t row, uint64_t word) {
-  uint64_t h = seed * 0x9e3779b97f4a7c15ull + row * 0xc2b2ae3d27d4eb4full + word * 0x165667b19e3779f9ull;
+  uint64_t h =
+      seed * 0x9e3779b97f4a7c15ull + row * 0xc2b2ae3d27d4eb4full + word * 0x165667b19e3779f9ull;
   h ^= h >> 29;
   h *= 0xbf58476d1ce4e5b9ull;
   h ^= h >> 32;
   return static_cast<uint32_t>(h);
 }
 
-// A number for the sums: mostly near 1 in size, sometimes subnormal, zero of either sign, infinite or NaN.
+// A number for the sums: mostly near 1 in size, sometimes subnormal, zero of either sign, infinite
+// or NaN.
 uint32_t SumOperand(uint32_t origin, bool bf16) {
   const uint32_t kind = origin & 127;
   uint32_t bits = (origin & 0x807fffffu) | ((120 + ((origin >> 24) & 7)) << 23);
-  if (kind == 0) bits = origin & 0x807fffffu;                     // subnormal
-  if (kind == 1) bits = origin & 0x80000000u;                     // zero
-  if (kind == 2) bits = (origin & 0x80000000u) | 0x7f800000u;     // infinity
-  if (kind == 3) bits = 0x7fc00000u | (origin >> 24);             // NaN
-  if (kind == 4) bits = (origin & 0x80ffffffu) | 0x00800000u;     // smallest normals: their sums can be subnormal
+  if (kind == 0) bits = origin & 0x807fffffu;                  // subnormal
+  if (kind == 1) bits = origin & 0x80000000u;                  // zero
+  if (kind == 2) bits = (origin & 0x80000000u) | 0x7f800000u;  // infinity
+  if (kind == 3) bits = 0x7fc00000u | (origin >> 24);          // NaN
+  if (kind == 4)
+    bits = (origin & 0x80ffffffu) | 0x00800000u;  // smallest normals: their sums can be subnormal
   return bf16 ? bits & 0xffff0000u : bits;
 }
 
@@ -75,13 +78,20 @@ bool IsNan(uint32_t bits, bool bf16) {
 
 const char* Name(Routing routing) {
   switch (routing) {
-    case Routing::kUniform: return "uniform";
-    case Routing::kSkewed: return "skewed";
-    case Routing::kDuplicates: return "duplicates";
-    case Routing::kInvalid: return "invalid";
-    case Routing::kNone: return "none";
-    case Routing::kOneExpert: return "one_expert";
-    case Routing::kHalfEmpty: return "half_empty";
+    case Routing::kUniform:
+      return "uniform";
+    case Routing::kSkewed:
+      return "skewed";
+    case Routing::kDuplicates:
+      return "duplicates";
+    case Routing::kInvalid:
+      return "invalid";
+    case Routing::kNone:
+      return "none";
+    case Routing::kOneExpert:
+      return "one_expert";
+    case Routing::kHalfEmpty:
+      return "half_empty";
   }
   return "?";
 }
@@ -96,7 +106,8 @@ std::vector<int32_t> DrawIds(const Sizes& sizes, Routing routing, std::mt19937_6
     const uint32_t k = i % sizes.topk;
     const size_t token = i / sizes.topk;
     if (k < sizes.experts) std::swap(deck[k], deck[k + random() % (sizes.experts - k)]);
-    const int32_t drawn = k < sizes.experts ? deck[k] : static_cast<int32_t>(random() % sizes.experts);
+    const int32_t drawn =
+        k < sizes.experts ? deck[k] : static_cast<int32_t>(random() % sizes.experts);
     const uint64_t die = random();
     int32_t id = drawn;
     if (routing == Routing::kSkewed) id = (die & 3) ? drawn % std::max(1, experts / 8) : drawn;
@@ -133,7 +144,8 @@ Expected Expect(const Case& test, uint64_t seed) {
   expected.row_s_in = OriginGates(rows, seed + 3);
   expected.y.resize(tokens * sizes.payload_bytes());
   expected.s_out.resize(tokens * sizes.topk);
-  OracleCombine(sizes, expected.plan, expected.rows_in, expected.row_s_in, expected.y, expected.s_out);
+  OracleCombine(sizes, expected.plan, expected.rows_in, expected.row_s_in, expected.y,
+                expected.s_out);
   return expected;
 }
 
@@ -166,7 +178,8 @@ void CompareRows(const Case& test, const char* what, const std::vector<uint8_t>&
     differences++, first = i, first_got = a, first_want = b;
   }
   if (differences > 0) {
-    std::fprintf(stderr, "element %zu of row %zu\n", first % test.sizes.hidden, first / test.sizes.hidden);
+    std::fprintf(stderr, "element %zu of row %zu\n", first % test.sizes.hidden,
+                 first / test.sizes.hidden);
     Differ(test, what, first, first_got, first_want, differences);
   }
 }
@@ -193,8 +206,9 @@ std::vector<Case> CheckCases(uint32_t ranks) {
       sizes.capacity = static_cast<uint32_t>(factor * tokens * topk);
       sizes.capacity = (sizes.capacity + alignment - 1) / alignment * alignment;
     }
-    cases.push_back({std::string(name) + " R=" + std::to_string(ranks) + " N=" + std::to_string(nodes), sizes,
-                     routing});
+    cases.push_back(
+        {std::string(name) + " R=" + std::to_string(ranks) + " N=" + std::to_string(nodes), sizes,
+         routing});
   };
   const uint32_t two = ranks % 2 == 0 ? 2 : 1;
   add("tiny bf16", 1, 1, 1, 1, 8, true, Routing::kUniform, 1, false, 0);

@@ -21,13 +21,14 @@ struct Case {
   Routing routing;
 };
 
-// Operands of one call of each operation and what the specification makes of them, stacked over ranks.
+// Operands of one call of each operation and what the specification makes of them, stacked over
+// ranks.
 struct Expected {
   std::vector<int32_t> ids_in;
   PlanArrays plan;
   std::vector<uint8_t> x;
   std::vector<float> s;
-  std::vector<uint8_t> rows;   // dispatch
+  std::vector<uint8_t> rows;  // dispatch
   std::vector<float> row_s;
   std::vector<uint8_t> rows_in;  // combine
   std::vector<float> row_s_in;
@@ -41,7 +42,8 @@ Expected Expect(const Case& test, uint64_t seed);
 // The byte that outputs and guard bands are filled with before every call.
 constexpr uint32_t kPoison = 0xa5c3e187;
 
-// Ends the program with a message that names the first difference. `nan_equal`: NaN of any bits equals NaN.
+// Ends the program with a message that names the first difference. `nan_equal`: NaN of any bits
+// equals NaN.
 void CompareInts(const Case& test, const char* what, const std::vector<int32_t>& got,
                  const std::vector<int32_t>& want);
 void CompareRows(const Case& test, const char* what, const std::vector<uint8_t>& got,

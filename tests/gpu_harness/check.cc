@@ -8,14 +8,18 @@ namespace {
 
 // Device `index`'s block of an array stacked over ranks.
 template <typename T>
-std::vector<T> BlockOf(const Group& group, const std::vector<T>& stacked, size_t index, uint32_t ranks) {
+std::vector<T> BlockOf(const Group& group, const std::vector<T>& stacked, size_t index,
+                       uint32_t ranks) {
   const size_t count = stacked.size() / ranks * group.virtual_ranks();
   return {stacked.begin() + index * count, stacked.begin() + (index + 1) * count};
 }
 
-std::vector<int32_t> Ints(const Output& output) { return Download<int32_t>(output.ptr(), output.bytes() / 4); }
+std::vector<int32_t> Ints(const Output& output) {
+  return Download<int32_t>(output.ptr(), output.bytes() / 4);
+}
 
-void CheckPlan(const Group& group, const Case& test, const PlanArrays& want, size_t index, const Arrays& got) {
+void CheckPlan(const Group& group, const Case& test, const PlanArrays& want, size_t index,
+               const Arrays& got) {
   auto compare = [&](const char* what, const Output& output, const std::vector<int32_t>& stacked) {
     CompareInts(test, what, Ints(output), BlockOf(group, stacked, index, test.sizes.ranks));
   };
@@ -68,8 +72,12 @@ void CheckOutputs(const Group& group, const Case& test, const Expected& expected
     HARNESS_CHECK(driver.cuCtxSetCurrent(group.devices()[i].context));
     const Arrays& got = arrays[i];
     CheckPlan(group, test, expected.plan, i, got);
-    auto bytes = [](const Output& output) { return Download<uint8_t>(output.ptr(), output.bytes()); };
-    auto floats = [](const Output& output) { return Download<float>(output.ptr(), output.bytes() / 4); };
+    auto bytes = [](const Output& output) {
+      return Download<uint8_t>(output.ptr(), output.bytes());
+    };
+    auto floats = [](const Output& output) {
+      return Download<float>(output.ptr(), output.bytes() / 4);
+    };
     CompareRows(test, "rows", bytes(got.rows), BlockOf(group, expected.rows, i, ranks), false);
     CompareFloats(test, "row_s", floats(got.row_s), BlockOf(group, expected.row_s, i, ranks));
     CompareRows(test, "y", bytes(got.y), BlockOf(group, expected.y, i, ranks), true);
@@ -85,8 +93,8 @@ void RunCheck(const std::vector<Device>& devices, uint32_t virtual_ranks) {
   size_t count = 0;
   for (const Case& test : CheckCases(ranks)) {
     const Sizes& sizes = test.sizes;
-    const auto layout = jax_moe::ptx::PoolLayout::Make(ranks, sizes.tokens, sizes.topk, sizes.experts,
-                                                       sizes.payload_bytes(), 4096);
+    const auto layout = jax_moe::ptx::PoolLayout::Make(ranks, sizes.tokens, sizes.topk,
+                                                       sizes.experts, sizes.payload_bytes(), 4096);
     Group group(devices, ranks, virtual_ranks, layout);
     const Expected expected = Expect(test, seed++);
     std::vector<Arrays> arrays;

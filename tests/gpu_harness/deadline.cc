@@ -79,12 +79,15 @@ void RequireRecord(const Scene& scene, int operation, uint32_t phase) {
   bool cause = false;
   for (uint32_t v = 0; v < kVirtual; v++) {
     const auto& record = scene.group->record(0, v);
-    std::printf("  record: operation %u phase %u rank %u peer %u index %u expected %llu seen %llu waited %.1f ms\n",
-                record.operation, record.phase, record.rank, record.peer, record.index,
-                static_cast<unsigned long long>(record.expected), static_cast<unsigned long long>(record.seen),
-                static_cast<double>(record.waited_ns) * 1e-6);
+    std::printf(
+        "  record: operation %u phase %u rank %u peer %u index %u expected %llu seen %llu waited "
+        "%.1f ms\n",
+        record.operation, record.phase, record.rank, record.peer, record.index,
+        static_cast<unsigned long long>(record.expected),
+        static_cast<unsigned long long>(record.seen), static_cast<double>(record.waited_ns) * 1e-6);
     HARNESS_REQUIRE(record.valid == 1 && record.rank == v, "a rank did not report");
-    HARNESS_REQUIRE(record.operation == static_cast<uint32_t>(operation), "wrong operation in the record");
+    HARNESS_REQUIRE(record.operation == static_cast<uint32_t>(operation),
+                    "wrong operation in the record");
     if (record.phase == ABI_PHASE_ABORTED && phase != ABI_PHASE_ABORTED) continue;
     HARNESS_REQUIRE(record.phase == phase, "wrong phase in the record");
     const bool waited = phase == ABI_PHASE_JOIN || phase == ABI_PHASE_ARRIVE;
@@ -108,7 +111,8 @@ void TimeOut(Scene& scene, int operation, bool joined) {
     }
   }
   const double seconds = Seconds(scene, operation);
-  HARNESS_REQUIRE(seconds > 0.025 && seconds < 1.0, "the deadline was not kept: " + std::to_string(seconds));
+  HARNESS_REQUIRE(seconds > 0.025 && seconds < 1.0,
+                  "the deadline was not kept: " + std::to_string(seconds));
   RequireFilled(scene, operation);
   RequireRecord(scene, operation, joined ? ABI_PHASE_ARRIVE : ABI_PHASE_JOIN);
   // The group stays broken: the next call fills its outputs at once.

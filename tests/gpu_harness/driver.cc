@@ -11,8 +11,8 @@ namespace harness {
 Driver driver;
 
 namespace {
-// cuda.h maps most names to a versioned symbol (cuMemAlloc -> cuMemAlloc_v2); the macro argument is expanded first,
-// so the string below is the versioned one.
+// cuda.h maps most names to a versioned symbol (cuMemAlloc -> cuMemAlloc_v2); the macro argument is
+// expanded first, so the string below is the versioned one.
 #define HARNESS_STRING(name) #name
 #define HARNESS_SYMBOL(name) HARNESS_STRING(name)
 

@@ -1,4 +1,5 @@
-// The CUDA driver API through dlopen, and RAII for what the harness takes from it. Errors end the program.
+// The CUDA driver API through dlopen, and RAII for what the harness takes from it. Errors end the
+// program.
 #ifndef JAX_MOE_TESTS_GPU_HARNESS_DRIVER_H_
 #define JAX_MOE_TESTS_GPU_HARNESS_DRIVER_H_
 
@@ -13,16 +14,23 @@ namespace harness {
 
 // The functions used, under their own names; filled by LoadDriver().
 #define HARNESS_DRIVER_FUNCTIONS(DO)                                                              \
-  DO(cuInit) DO(cuDeviceGet) DO(cuDeviceGetCount) DO(cuDeviceGetName) DO(cuDeviceGetAttribute)    \
-  DO(cuDevicePrimaryCtxRetain) DO(cuCtxSetCurrent) DO(cuCtxSynchronize) DO(cuModuleLoad)          \
-  DO(cuModuleGetFunction) DO(cuFuncSetAttribute) DO(cuOccupancyMaxActiveBlocksPerMultiprocessor)  \
-  DO(cuMemAlloc) DO(cuMemFree) DO(cuMemHostAlloc) DO(cuMemHostGetDevicePointer) DO(cuMemFreeHost) \
-  DO(cuMemcpyHtoD) DO(cuMemcpyDtoH) DO(cuMemcpyDtoDAsync) DO(cuMemsetD32) DO(cuStreamCreate)      \
-  DO(cuStreamSynchronize) DO(cuStreamQuery) DO(cuStreamWaitEvent) DO(cuLaunchKernelEx)            \
-  DO(cuEventCreate) DO(cuEventRecord) DO(cuEventSynchronize) DO(cuEventElapsedTime)               \
-  DO(cuStreamBeginCapture) DO(cuStreamEndCapture) DO(cuGraphInstantiate) DO(cuGraphLaunch)        \
-  DO(cuGraphExecDestroy) DO(cuGraphDestroy) DO(cuCtxEnablePeerAccess) DO(cuDeviceCanAccessPeer)   \
-  DO(cuMemsetD32Async) DO(cuGetErrorName) DO(cuGetErrorString)
+  DO(cuInit)                                                                                      \
+  DO(cuDeviceGet) DO(cuDeviceGetCount) DO(cuDeviceGetName) DO(cuDeviceGetAttribute)               \
+      DO(cuDevicePrimaryCtxRetain) DO(cuCtxSetCurrent) DO(cuCtxSynchronize) DO(cuModuleLoad)      \
+          DO(cuModuleGetFunction) DO(cuFuncSetAttribute)                                          \
+              DO(cuOccupancyMaxActiveBlocksPerMultiprocessor) DO(cuMemAlloc) DO(cuMemFree)        \
+                  DO(cuMemHostAlloc) DO(cuMemHostGetDevicePointer) DO(cuMemFreeHost)              \
+                      DO(cuMemcpyHtoD) DO(cuMemcpyDtoH) DO(cuMemcpyDtoDAsync) DO(cuMemsetD32)     \
+                          DO(cuStreamCreate) DO(cuStreamSynchronize) DO(cuStreamQuery)            \
+                              DO(cuStreamWaitEvent) DO(cuLaunchKernelEx) DO(cuEventCreate)        \
+                                  DO(cuEventRecord) DO(cuEventSynchronize) DO(cuEventElapsedTime) \
+                                      DO(cuStreamBeginCapture) DO(cuStreamEndCapture)             \
+                                          DO(cuGraphInstantiate) DO(cuGraphLaunch)                \
+                                              DO(cuGraphExecDestroy) DO(cuGraphDestroy)           \
+                                                  DO(cuCtxEnablePeerAccess)                       \
+                                                      DO(cuDeviceCanAccessPeer)                   \
+                                                          DO(cuMemsetD32Async) DO(cuGetErrorName) \
+                                                              DO(cuGetErrorString)
 
 struct Driver {
 #define HARNESS_DECLARE(name) decltype(&::name) name = nullptr;
@@ -38,8 +46,8 @@ void LoadDriver();
 void CheckResult(CUresult result, const char* expression, const char* file, int line);
 #define HARNESS_CHECK(expression) \
   ::harness::CheckResult((expression), #expression, __FILE__, __LINE__)
-#define HARNESS_REQUIRE(condition, message) \
-  do {                                      \
+#define HARNESS_REQUIRE(condition, message)                         \
+  do {                                                              \
     if (!(condition)) ::harness::Fail(__FILE__, __LINE__, message); \
   } while (false)
 

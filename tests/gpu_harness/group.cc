@@ -24,7 +24,8 @@ CUfunction LoadKernel(const std::string& directory, const std::string& stem) {
 void CheckPattern(CUdeviceptr at, size_t bytes, uint32_t pattern, const std::string& what) {
   const auto words = Download<uint32_t>(at, bytes / 4);
   for (size_t i = 0; i < words.size(); i++) {
-    HARNESS_REQUIRE(words[i] == pattern, what + ": guard word " + std::to_string(i) + " overwritten");
+    HARNESS_REQUIRE(words[i] == pattern,
+                    what + ": guard word " + std::to_string(i) + " overwritten");
   }
 }
 
@@ -78,7 +79,8 @@ std::vector<Device> OpenDevices(int count, const std::string& directory) {
   for (const Device& device : devices) {
     HARNESS_CHECK(driver.cuCtxSetCurrent(device.context));
     for (const Device& peer : devices) {
-      if (peer.ordinal != device.ordinal) HARNESS_CHECK(driver.cuCtxEnablePeerAccess(peer.context, 0));
+      if (peer.ordinal != device.ordinal)
+        HARNESS_CHECK(driver.cuCtxEnablePeerAccess(peer.context, 0));
     }
   }
   return devices;
@@ -102,7 +104,10 @@ std::vector<const Output*> Arrays::outputs() const {
 
 Group::Group(std::vector<Device> devices, uint32_t num_ranks, uint32_t virtual_ranks,
              const PoolLayout& layout)
-    : devices_(std::move(devices)), num_ranks_(num_ranks), virtual_ranks_(virtual_ranks), layout_(layout) {
+    : devices_(std::move(devices)),
+      num_ranks_(num_ranks),
+      virtual_ranks_(virtual_ranks),
+      layout_(layout) {
   // Ranks beyond the launched devices never run; their pools lie on the last device.
   for (uint32_t rank = 0; rank < num_ranks; rank++) {
     const size_t device = std::min<size_t>(rank / virtual_ranks, devices_.size() - 1);
@@ -129,7 +134,8 @@ Group::~Group() {
 
 void Group::Reset(uint64_t epoch) {
   Synchronize();
-  // Control words but the epoch are zero, flags are `epoch`, guard bands hold their pattern, all else is poison.
+  // Control words but the epoch are zero, flags are `epoch`, guard bands hold their pattern, all
+  // else is poison.
   std::vector<uint64_t> head((layout_.chunk_flags + layout_.room.chunk_flags) / 8, epoch);
   std::fill(head.begin() + 1, head.begin() + ABI_POOL_JOIN_FLAGS / 8, 0);
   for (const DeviceBuffer& pool : pools_) {
@@ -226,16 +232,25 @@ void Group::Launch(size_t index, int operation, const Sizes& sizes, const Arrays
   HARNESS_CHECK(driver.cuCtxSetCurrent(device.context));
   const Shape shape = ShapeOf(device, operation, sizes);
   const uint32_t most = std::max(1u, device.num_sms / virtual_ranks_);
-  const uint32_t blocks = tuning.blocks_per_rank > 0 ? std::min(most, tuning.blocks_per_rank) : most;
+  const uint32_t blocks =
+      tuning.blocks_per_rank > 0 ? std::min(most, tuning.blocks_per_rank) : most;
   const uint32_t link = tuning.link_blocks > 0 ? std::min(blocks, tuning.link_blocks) : blocks;
-  const uint32_t chunk = tuning.chunk_tokens > 0
-                             ? tuning.chunk_tokens
-                             : jax_moe::ptx::DefaultChunkTokens(operation, num_ranks_, sizes.tokens, blocks, link);
-  jax_moe::ptx::CallShape call{num_ranks_,     virtual_ranks_, static_cast<uint32_t>(index) * virtual_ranks_,
-                               sizes.nodes,    sizes.tokens,   sizes.topk,
-                               sizes.experts,  sizes.capacity, sizes.alignment,
+  const uint32_t chunk =
+      tuning.chunk_tokens > 0
+          ? tuning.chunk_tokens
+          : jax_moe::ptx::DefaultChunkTokens(operation, num_ranks_, sizes.tokens, blocks, link);
+  jax_moe::ptx::CallShape call{num_ranks_,
+                               virtual_ranks_,
+                               static_cast<uint32_t>(index) * virtual_ranks_,
+                               sizes.nodes,
+                               sizes.tokens,
+                               sizes.topk,
+                               sizes.experts,
+                               sizes.capacity,
+                               sizes.alignment,
                                operation == ABI_OPERATION_PLAN ? 0 : sizes.payload_bytes(),
-                               sizes.zero_tail, sizes.bf16};
+                               sizes.zero_tail,
+                               sizes.bf16};
   HARNESS_REQUIRE(layout_.Fits(call), "the pool is too small for this call");
   Params params = MakeParams(call, layout_, blocks, link, chunk);
   params.pools = tables_[index].ptr();
@@ -281,12 +296,15 @@ void Group::SetTimeouts(uint64_t join_ns, uint64_t flight_ns) {
   }
 }
 void Group::SetHostAbort(uint32_t value) {
-  for (size_t i = 0; i < reports_.size(); i++) std::memcpy(report(i) + ABI_REPORT_HOST_ABORT, &value, 4);
+  for (size_t i = 0; i < reports_.size(); i++)
+    std::memcpy(report(i) + ABI_REPORT_HOST_ABORT, &value, 4);
 }
 const jax_moe::ptx::Record& Group::record(size_t device, uint32_t virtual_rank) const {
-  return reinterpret_cast<const jax_moe::ptx::Record*>(report(device) + ABI_REPORT_RECORDS)[virtual_rank];
+  return reinterpret_cast<const jax_moe::ptx::Record*>(report(device) +
+                                                       ABI_REPORT_RECORDS)[virtual_rank];
 }
-uint64_t Group::waited_ns(size_t device, uint32_t virtual_rank, int operation, uint32_t peer) const {
+uint64_t Group::waited_ns(size_t device, uint32_t virtual_rank, int operation,
+                          uint32_t peer) const {
   const size_t entry = (virtual_rank * ABI_NUM_OPERATIONS + operation - 1) * ABI_MAX_RANKS + peer;
   return reinterpret_cast<const uint64_t*>(report(device) + ABI_REPORT_WAITS)[entry];
 }

@@ -1,4 +1,5 @@
-// A group of ranks over the devices of this process: pools with guard bands, report, launches, checked outputs.
+// A group of ranks over the devices of this process: pools with guard bands, report, launches,
+// checked outputs.
 #ifndef JAX_MOE_TESTS_GPU_HARNESS_GROUP_H_
 #define JAX_MOE_TESTS_GPU_HARNESS_GROUP_H_
 
@@ -21,7 +22,8 @@ struct Device {
   int num_sms;
 };
 
-// Opens `count` devices, enables peer access between them and loads the three kernels from `directory`.
+// Opens `count` devices, enables peer access between them and loads the three kernels from
+// `directory`.
 std::vector<Device> OpenDevices(int count, const std::string& directory);
 
 // An output: poisoned, with guard bands before and after it.
@@ -43,7 +45,8 @@ class Output {
 // Device-side operands and results of one device's ranks, for calls of one shape.
 struct Arrays {
   DeviceBuffer ids_in, x, s_in, rows_in, row_s_in;
-  Output expert_ids, positions, sources, arrivals, group_sizes, padded_group_sizes, dropped, invalid;
+  Output expert_ids, positions, sources, arrivals, group_sizes, padded_group_sizes, dropped,
+      invalid;
   Output rows, row_s, y, s;
   std::vector<const Output*> outputs() const;
 };
@@ -56,7 +59,8 @@ struct Tuning {
 
 class Group {
  public:
-  // `launched` devices take part; the group may have more ranks than they hold (the rest never join).
+  // `launched` devices take part; the group may have more ranks than they hold (the rest never
+  // join).
   Group(std::vector<Device> devices, uint32_t num_ranks, uint32_t virtual_ranks,
         const jax_moe::ptx::PoolLayout& layout);
   ~Group();

@@ -1,11 +1,12 @@
-// gpu_harness KERNELS COMMAND...: runs the kernels (KERNELS/plan.cubin, dispatch.cubin, combine.cubin) against the
-// specification, without XLA. Commands, in order:
+// gpu_harness KERNELS COMMAND...: runs the kernels (KERNELS/plan.cubin, dispatch.cubin,
+// combine.cubin) against the specification, without XLA. Commands, in order:
 //   devices=N            use the first N devices from here on (1)
 //   check=V              every case at V virtual ranks a device
 //   soak=V:STEPS         alternating shapes and routings, the epoch wrapping
 //   deadline             absent and silent ranks, host abort, overlap
 //   blocks=B link=L chunk=C   launch shape for `time` from here on (0 = the default)
-//   time=V:TOKENS        plan, dispatch and combine at DeepSeek-V3 sizes against the device's own copy
+//   time=V:TOKENS        plan, dispatch and combine at DeepSeek-V3 sizes against the device's own
+//   copy
 #include <cstdio>
 #include <cstdlib>
 
@@ -13,14 +14,16 @@
 
 namespace {
 
-void Run(const std::string& command, const std::string& kernels, std::vector<harness::Device>& devices,
-         harness::Tuning& tuning) {
+void Run(const std::string& command, const std::string& kernels,
+         std::vector<harness::Device>& devices, harness::Tuning& tuning) {
   const size_t equals = command.find('='), colon = command.find(':');
   const std::string name = command.substr(0, equals);
-  const uint32_t first =
-      equals == std::string::npos ? 0 : static_cast<uint32_t>(std::atoi(command.c_str() + equals + 1));
-  const uint32_t second =
-      colon == std::string::npos ? 0 : static_cast<uint32_t>(std::atoi(command.c_str() + colon + 1));
+  const uint32_t first = equals == std::string::npos
+                             ? 0
+                             : static_cast<uint32_t>(std::atoi(command.c_str() + equals + 1));
+  const uint32_t second = colon == std::string::npos
+                              ? 0
+                              : static_cast<uint32_t>(std::atoi(command.c_str() + colon + 1));
   if (name == "devices") {
     devices = harness::OpenDevices(static_cast<int>(first), kernels);
   } else if (name == "check") {

@@ -61,7 +61,8 @@ uint64_t AlignRows(uint64_t rows, uint32_t alignment) {
   return (rows + alignment - 1) / alignment * alignment;
 }
 
-// The largest cap c with sum(align(min(n, c))) <= capacity, by trying them all downwards from the largest n.
+// The largest cap c with sum(align(min(n, c))) <= capacity, by trying them all downwards from the
+// largest n.
 uint32_t Cap(const Sizes& sizes, const std::vector<uint32_t>& wanted) {
   uint32_t cap = *std::max_element(wanted.begin(), wanted.end());
   for (;; cap--) {
@@ -90,7 +91,8 @@ void PlaceRank(const Sizes& sizes, uint32_t rank, PlanArrays& plan) {
       const uint32_t code = codes[expert][i];
       plan.positions[code] = static_cast<int32_t>(first + i);
       plan.arrivals[static_cast<size_t>(rank) * sizes.ranks * ids + code] = plan.positions[code];
-      plan.sources[static_cast<size_t>(rank) * sizes.capacity + first + i] = static_cast<int32_t>(code);
+      plan.sources[static_cast<size_t>(rank) * sizes.capacity + first + i] =
+          static_cast<int32_t>(code);
     }
     const uint32_t global = rank * local + expert;
     plan.group_sizes[global] = static_cast<int32_t>(kept);
@@ -129,7 +131,8 @@ float CombineElement(const Sizes& sizes, const PlanArrays& plan, const std::vect
 uint32_t WorstCapacity(const Sizes& sizes) {
   const uint64_t rows = static_cast<uint64_t>(sizes.ranks) * sizes.tokens *
                         std::min(sizes.topk, sizes.local_experts());
-  // Duplicate experts within a token can exceed the minimum above: use the true worst case, topk a token.
+  // Duplicate experts within a token can exceed the minimum above: use the true worst case, topk a
+  // token.
   const uint64_t duplicates = static_cast<uint64_t>(sizes.ranks) * sizes.tokens * sizes.topk;
   const uint64_t slack = static_cast<uint64_t>(sizes.local_experts()) * (sizes.alignment - 1);
   return static_cast<uint32_t>(AlignRows(std::max(rows, duplicates) + slack, sizes.alignment));
@@ -181,7 +184,8 @@ void OracleDispatch(const Sizes& sizes, const PlanArrays& plan, const std::vecto
 }
 
 void OracleCombine(const Sizes& sizes, const PlanArrays& plan, const std::vector<uint8_t>& rows,
-                   const std::vector<float>& row_s, std::vector<uint8_t>& y, std::vector<float>& s) {
+                   const std::vector<float>& row_s, std::vector<uint8_t>& y,
+                   std::vector<float>& s) {
   const size_t tokens = static_cast<size_t>(sizes.ranks) * sizes.tokens;
   for (size_t token = 0; token < tokens; token++) {
     for (uint32_t k = 0; k < sizes.topk; k++) {

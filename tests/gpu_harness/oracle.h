@@ -1,6 +1,7 @@
 // The specification of plan, dispatch and combine in plain C++ on arrays stacked over all ranks.
 //
-// Written from the specification alone, without regard to the kernels: loops over ranks, tokens and choices.
+// Written from the specification alone, without regard to the kernels: loops over ranks, tokens and
+// choices.
 #ifndef JAX_MOE_TESTS_GPU_HARNESS_ORACLE_H_
 #define JAX_MOE_TESTS_GPU_HARNESS_ORACLE_H_
 
@@ -29,12 +30,14 @@ struct PlanArrays {
   std::vector<int32_t> invalid;             // [ranks]
 };
 
-// Capacity that never drops: ranks * tokens * min(topk, local experts), and slack for the alignment.
+// Capacity that never drops: ranks * tokens * min(topk, local experts), and slack for the
+// alignment.
 uint32_t WorstCapacity(const Sizes& sizes);
 
 PlanArrays OraclePlan(const Sizes& sizes, const std::vector<int32_t>& expert_ids);
 
-// rows and row_s start as `rows`/`row_s` (the poison): what the specification leaves undefined keeps it.
+// rows and row_s start as `rows`/`row_s` (the poison): what the specification leaves undefined
+// keeps it.
 void OracleDispatch(const Sizes& sizes, const PlanArrays& plan, const std::vector<uint8_t>& x,
                     const std::vector<float>& s, std::vector<uint8_t>& rows,
                     std::vector<float>& row_s);

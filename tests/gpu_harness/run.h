@@ -15,7 +15,8 @@ void UploadOperands(const Group& group, size_t device, const Case& test, const E
 // Enqueues plan, dispatch and combine on every device, outputs poisoned before.
 void LaunchAll(const Group& group, const Sizes& sizes, const std::vector<Arrays>& arrays,
                const Tuning& tuning);
-// Compares every output of every device with the oracle, byte for byte, and looks at the guard bands.
+// Compares every output of every device with the oracle, byte for byte, and looks at the guard
+// bands.
 void CheckOutputs(const Group& group, const Case& test, const Expected& expected,
                   const std::vector<Arrays>& arrays);
 

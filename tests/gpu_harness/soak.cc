@@ -10,10 +10,19 @@ void RunSoak(const std::vector<Device>& devices, uint32_t virtual_ranks, uint32_
   const uint32_t ranks = virtual_ranks * static_cast<uint32_t>(devices.size());
   const uint32_t nodes = ranks % 2 == 0 ? 2 : 1;
   std::vector<Case> cases;
-  const Routing routings[] = {Routing::kUniform, Routing::kSkewed, Routing::kInvalid, Routing::kHalfEmpty};
+  const Routing routings[] = {Routing::kUniform, Routing::kSkewed, Routing::kInvalid,
+                              Routing::kHalfEmpty};
   for (uint32_t i = 0; i < 8; i++) {
-    Sizes sizes{ranks, i % 3 == 0 ? nodes : 1, 1 + 9 * i, 1 + i % 6, ranks * (1 + i % 3), 0,
-                i % 4 + 1, 8 + 64 * i, i % 2 == 0, i % 3 == 1};
+    Sizes sizes{ranks,
+                i % 3 == 0 ? nodes : 1,
+                1 + 9 * i,
+                1 + i % 6,
+                ranks * (1 + i % 3),
+                0,
+                i % 4 + 1,
+                8 + 64 * i,
+                i % 2 == 0,
+                i % 3 == 1};
     sizes.capacity = WorstCapacity(sizes);
     cases.push_back({"soak " + std::to_string(i), sizes, routings[i % 4]});
   }
@@ -32,7 +41,8 @@ void RunSoak(const std::vector<Device>& devices, uint32_t virtual_ranks, uint32_
   }
   std::mt19937 random(5);
   for (uint32_t step = 0; step < steps; step++) {
-    // Two cases in flight before a look, so that a call follows another of a different shape at once.
+    // Two cases in flight before a look, so that a call follows another of a different shape at
+    // once.
     const size_t first = random() % cases.size();
     const size_t second = (first + 1 + random() % (cases.size() - 1)) % cases.size();
     auto draw = [&](uint32_t below) { return static_cast<uint32_t>(random() % below); };
@@ -43,8 +53,8 @@ void RunSoak(const std::vector<Device>& devices, uint32_t virtual_ranks, uint32_
     CheckOutputs(group, cases[second], expected[second], arrays[second]);
   }
   group.CheckGuards("soak");
-  std::printf("soak: %u steps of 6 calls right at %u ranks on %zu devices, the epoch wrapping\n", steps, ranks,
-              devices.size());
+  std::printf("soak: %u steps of 6 calls right at %u ranks on %zu devices, the epoch wrapping\n",
+              steps, ranks, devices.size());
 }
 
 }  // namespace harness

@@ -11,7 +11,8 @@ constexpr int kChain = 10;  // calls in one graph
 constexpr int kReplays = 5;
 
 // Microseconds of one call: the median over replays of a graph of kChain calls, the slowest device.
-double MicrosecondsPerCall(const Group& group, const std::function<void(size_t, CUstream)>& enqueue) {
+double MicrosecondsPerCall(const Group& group,
+                           const std::function<void(size_t, CUstream)>& enqueue) {
   std::vector<CUgraphExec> graphs;
   std::vector<CUevent> starts, ends;
   for (size_t i = 0; i < group.devices().size(); i++) {
@@ -73,10 +74,12 @@ Bytes Count(const Sizes& sizes, const PlanArrays& plan, double devices) {
   }
   bytes.tokens = static_cast<double>(sizes.ranks) * sizes.tokens;
   const double scale = sizes.payload_bytes() / devices;
-  return {bytes.rows * scale, bytes.packets * scale, bytes.own_packets * scale, bytes.tokens * scale};
+  return {bytes.rows * scale, bytes.packets * scale, bytes.own_packets * scale,
+          bytes.tokens * scale};
 }
 
-// The faster of copies in a graph and copies straight into the stream, which may take different engines.
+// The faster of copies in a graph and copies straight into the stream, which may take different
+// engines.
 double CopyTerabytesPerSecond(const Group& group) {
   const size_t bytes = 2ull << 30;
   const Device& device = group.devices()[0];
@@ -110,7 +113,8 @@ double CopyTerabytesPerSecond(const Group& group) {
 }
 
 // Rows and sums of a sample of tokens, against the operands read back from the device.
-void CheckSample(const Group& group, const Case& test, const PlanArrays& plan, size_t index, const Arrays& arrays) {
+void CheckSample(const Group& group, const Case& test, const PlanArrays& plan, size_t index,
+                 const Arrays& arrays) {
   const Sizes& sizes = test.sizes;
   const size_t bytes = sizes.payload_bytes(), v = group.virtual_ranks();
   HARNESS_CHECK(driver.cuCtxSetCurrent(group.devices()[index].context));
@@ -121,20 +125,22 @@ void CheckSample(const Group& group, const Case& test, const PlanArrays& plan, s
     const size_t token = code / sizes.topk;
     if (code < 0 || token / sizes.tokens / v != index) continue;
     const auto got = Download<uint8_t>(arrays.rows.ptr() + row * bytes, bytes);
-    const auto want = Download<uint8_t>(arrays.x.ptr() + (token - index * v * sizes.tokens) * bytes, bytes);
+    const auto want =
+        Download<uint8_t>(arrays.x.ptr() + (token - index * v * sizes.tokens) * bytes, bytes);
     CompareRows(test, "sampled row", got, want, false);
   }
 }
 
 }  // namespace
 
-void RunTime(const std::vector<Device>& devices, uint32_t virtual_ranks, uint32_t tokens, const Tuning& tuning) {
+void RunTime(const std::vector<Device>& devices, uint32_t virtual_ranks, uint32_t tokens,
+             const Tuning& tuning) {
   const uint32_t ranks = virtual_ranks * static_cast<uint32_t>(devices.size());
   Case test{"time", {ranks, 1, tokens, 8, 256, 0, 1, 7168, true, false}, Routing::kUniform};
   Sizes& sizes = test.sizes;
   sizes.capacity = ranks * tokens * std::min(sizes.topk, sizes.local_experts());
-  const auto layout =
-      jax_moe::ptx::PoolLayout::Make(ranks, tokens, sizes.topk, sizes.experts, sizes.payload_bytes());
+  const auto layout = jax_moe::ptx::PoolLayout::Make(ranks, tokens, sizes.topk, sizes.experts,
+                                                     sizes.payload_bytes());
   Group group(devices, ranks, virtual_ranks, layout);
   std::mt19937_64 random(42);
   const auto ids = DrawIds(sizes, test.routing, random);
@@ -144,7 +150,8 @@ void RunTime(const std::vector<Device>& devices, uint32_t virtual_ranks, uint32_
     arrays.push_back(group.MakeArrays(i, sizes));
     std::vector<uint32_t> words(arrays[i].x.bytes() / 4);
     // bf16 pairs near 1 with random mantissas
-    for (uint32_t& word : words) word = (static_cast<uint32_t>(random()) & 0x807f807fu) | 0x3f803f80u;
+    for (uint32_t& word : words)
+      word = (static_cast<uint32_t>(random()) & 0x807f807fu) | 0x3f803f80u;
     Upload(arrays[i].x.ptr(), words.data(), words.size());
     Upload(arrays[i].s_in.ptr(), words.data(), arrays[i].s_in.bytes() / 4);
     const size_t count = arrays[i].ids_in.bytes() / 4;
@@ -159,16 +166,19 @@ void RunTime(const std::vector<Device>& devices, uint32_t virtual_ranks, uint32_
     CheckSample(group, test, plan, i, arrays[i]);
     // combine reads the rows that dispatch wrote
     const Device& device = devices[i];
-    HARNESS_CHECK(driver.cuMemcpyDtoDAsync(arrays[i].rows_in.ptr(), arrays[i].rows.ptr(), arrays[i].rows.bytes(),
-                                           device.stream));
+    HARNESS_CHECK(driver.cuMemcpyDtoDAsync(arrays[i].rows_in.ptr(), arrays[i].rows.ptr(),
+                                           arrays[i].rows.bytes(), device.stream));
     HARNESS_CHECK(driver.cuMemcpyDtoDAsync(arrays[i].row_s_in.ptr(), arrays[i].row_s.ptr(),
                                            arrays[i].row_s.bytes(), device.stream));
     HARNESS_CHECK(driver.cuStreamSynchronize(device.stream));
   }
   static const double copy = CopyTerabytesPerSecond(group);  // once in a process
   const Bytes bytes = Count(sizes, plan, static_cast<double>(devices.size()));
-  std::printf("time: %u ranks on %zu devices, %u tokens a rank, H 7168, K 8 of 256, bf16; blocks %u link %u chunk %u\n",
-              ranks, devices.size(), tokens, tuning.blocks_per_rank, tuning.link_blocks, tuning.chunk_tokens);
+  std::printf(
+      "time: %u ranks on %zu devices, %u tokens a rank, H 7168, K 8 of 256, bf16; blocks %u link "
+      "%u chunk %u\n",
+      ranks, devices.size(), tokens, tuning.blocks_per_rank, tuning.link_blocks,
+      tuning.chunk_tokens);
   std::printf("  copy                %8.2f TB/s, read + written\n", copy);
   const double all = bytes.tokens + 2 * (bytes.packets + bytes.own_packets) + bytes.rows;
   const double used = all - 2 * bytes.own_packets;
@@ -178,8 +188,9 @@ void RunTime(const std::vector<Device>& devices, uint32_t virtual_ranks, uint32_
     });
     std::printf("  %-14s %8.1f us", name, us);
     if (moves) {
-      std::printf("  %5.2f GB necessary, %4.2f TB/s, %4.1f %% of copy (own packets not counted: %4.1f %%)", all * 1e-9,
-                  all / us * 1e-6, 100 * all / us * 1e-6 / copy, 100 * used / us * 1e-6 / copy);
+      std::printf(
+          "  %5.2f GB necessary, %4.2f TB/s, %4.1f %% of copy (own packets not counted: %4.1f %%)",
+          all * 1e-9, all / us * 1e-6, 100 * all / us * 1e-6 / copy, 100 * used / us * 1e-6 / copy);
     }
     if (moves && devices.size() > 1) {
       const double away = 1.0 - 1.0 / static_cast<double>(devices.size());
@@ -193,7 +204,8 @@ void RunTime(const std::vector<Device>& devices, uint32_t virtual_ranks, uint32_
   measure("combine", {ABI_OPERATION_COMBINE}, true);
   for (uint32_t peer = 0; peer < ranks; peer++) {
     if (peer == 0) std::printf("  rank 0 waited for each peer in dispatch, us in all:");
-    std::printf(" %.0f", 1e-3 * static_cast<double>(group.waited_ns(0, 0, ABI_OPERATION_DISPATCH, peer)));
+    std::printf(" %.0f",
+                1e-3 * static_cast<double>(group.waited_ns(0, 0, ABI_OPERATION_DISPATCH, peer)));
   }
   std::printf("\n");
 }
