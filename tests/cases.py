@@ -83,6 +83,18 @@ class Case:
     def payload(self) -> np.dtype:
         return np.dtype(ml_dtypes.bfloat16 if self.dtype == "bfloat16" else self.dtype)
 
+    def on_devices(self, devices: int) -> "Case":
+        """The same group, values and results, its ranks spread over another number of devices."""
+        assert self.groups == 1
+        assert self.ranks % devices == 0
+        return dataclasses.replace(
+            self,
+            mesh=(1, 1, devices),
+            axes=("node", "rank"),
+            virtual_ranks=self.ranks // devices,
+            num_nodes=self.nodes,
+        )
+
     def rng(self, purpose: str) -> np.random.Generator:
         return np.random.default_rng(zlib.crc32(f"{self.name}/{purpose}".encode()))
 

@@ -13,6 +13,7 @@ import jax
 import numpy as np
 import oracle
 import origin
+import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jax_moe
@@ -90,18 +91,18 @@ class Setting:
         )
 
 
-def mesh_of(case: cases.Case, **changes) -> jax.sharding.Mesh:
-    return jax_moe.make_mesh(**case.mesh_shape, devices=jax.devices()[: case.devices], **changes)
+def mesh_of(case: cases.Case, platform: str = "cpu", **changes) -> jax.sharding.Mesh:
+    devices = jax.devices(platform)[: case.devices]
+    return jax_moe.make_mesh(**case.mesh_shape, devices=devices, **changes)
 
 
 @functools.cache
-def setting(case: cases.Case, axis_types=None) -> Setting:
+def setting(case: cases.Case, platform: str = "cpu", axis_types=None) -> Setting:
     group = jax_moe.ExpertGroup(
-        mesh_of(case, axis_types=axis_types),
+        mesh_of(case, platform, axis_types=axis_types),
         axes=case.axes,
         virtual_ranks=case.virtual_ranks,
         num_nodes=case.num_nodes,
-        timeout_s=60.0,
     )
     capacity = case.capacity
     if capacity is None:
@@ -114,6 +115,38 @@ def setting(case: cases.Case, axis_types=None) -> Setting:
             alignment=case.alignment,
         )
     return Setting(case, group, capacity)
+
+
+def setting_for(case: cases.Case, implementation: str) -> Setting:
+    """Where an implementation runs a case: GPUs take as many ranks each as they must."""
+    if implementation != "ptx":
+        return setting(case)
+    found = len(jax.devices("cuda"))
+    most = max(n for n in range(1, found + 1) if case.ranks % n == 0)
+    return setting(case.on_devices(most), "cuda")
+
+
+def _serves(implementation: str, case: cases.Case) -> bool:
+    """Whether an implementation can run a case on one device of its own."""
+    if implementation != "ptx":
+        return True
+    row_bytes = case.hidden * case.payload.itemsize
+    return case.groups == 1 and case.ranks <= 8 and row_bytes % 16 == 0
+
+
+def pairs(all_cases: tuple[cases.Case, ...] = cases.CASES) -> list:
+    """Parameters (case, implementation) of the tests that take every implementation."""
+    return [
+        pytest.param(
+            case,
+            implementation,
+            id=f"{case}-{implementation}",
+            marks=[pytest.mark.gpu1] if implementation == "ptx" else [],
+        )
+        for case in all_cases
+        for implementation in (*cases.IMPLEMENTATIONS, "ptx")
+        if _serves(implementation, case)
+    ]
 
 
 @functools.cache
@@ -205,7 +238,7 @@ def poison(at: Setting, copies: int = 1) -> tuple[jax.Array, ...]:
     shape = (at.case.groups, at.case.ranks, at.capacity)
     payload = at.place(np.full((*shape, at.case.hidden), np.nan, at.case.payload))
     scalar = at.place(np.full(shape, np.nan, np.float32))
-    return (payload, scalar) * 1 + tuple(map(jax.numpy.copy, (payload, scalar) * (copies - 1)))
+    return (payload, scalar) + tuple(map(jax.numpy.copy, (payload, scalar) * (copies - 1)))
 
 
 # Compiling the collectives of the two slow implementations is most of the suite's time: they show
@@ -232,7 +265,7 @@ def shows_vjps(case: cases.Case, implementation: str) -> bool:
 @functools.cache
 def run(case: cases.Case, implementation: str) -> dict[str, np.ndarray | tuple[np.ndarray, ...]]:
     """Results of `everything`, [groups, R, ...], run once and kept."""
-    at, vjps = setting(case), shows_vjps(case, implementation)
+    at, vjps = setting_for(case, implementation), shows_vjps(case, implementation)
     operands = [at.place(getattr(inputs(case), f.name)) for f in dataclasses.fields(Inputs)]
     function = poisoned(at.shard_map(everything(at, implementation, vjps=vjps)))
     lowered = function.lower(poison(at, 1 + vjps), *operands)

@@ -14,8 +14,7 @@ import jax_moe
 EVERY = pytest.mark.parametrize("implementation", cases.IMPLEMENTATIONS)
 
 
-@EVERY
-@pytest.mark.parametrize("case", cases.CASES, ids=str)
+@pytest.mark.parametrize(("case", "implementation"), runs.pairs())
 def test_dispatch(case, implementation):
     rows, row_s = runs.run(case, implementation)["dispatch"]
     given, keep = runs.inputs(case), runs.specified(case)
@@ -27,8 +26,7 @@ def test_dispatch(case, implementation):
     origin.assert_same_bits(row_s, want_s, "row_s", who=_row, keep=keep)
 
 
-@EVERY
-@pytest.mark.parametrize("case", cases.CASES, ids=str)
+@pytest.mark.parametrize(("case", "implementation"), runs.pairs())
 def test_combine(case, implementation):
     y, s = runs.run(case, implementation)["combine"]
     given = runs.inputs(case)
@@ -65,6 +63,18 @@ def test_a_token_comes_back_as_often_as_it_has_rows(implementation):
     times = kept.sum(-1, keepdims=True).astype(np.float32)
     origin.assert_same_bits(at.stacked(y), given.x * times + np.float32(0), "y", who=_token)
     origin.assert_same_bits(at.stacked(s), np.where(kept, given.s, 0), "s", who=_token)
+
+
+@pytest.mark.parametrize("name", ["ep8_invalid", "nodes_2x4", "overflow_virtual"])
+def test_results_do_not_depend_on_the_number_of_devices(name):
+    """Global arrays are the same whether a device hosts 1, 2, 4 or 8 of the ranks."""
+    case = cases.BY_NAME[name]
+    want = runs.run(case, "cpu")
+    for devices in (1, 2, 4, 8):
+        got = runs.run(case.on_devices(devices), "cpu")
+        for what, value in want.items():
+            for i, (g, w) in enumerate(zip(*map(jax.tree.leaves, (got[what], value)), strict=True)):
+                origin.assert_same_bits(g, w, f"{what} {i} on {devices} devices")
 
 
 def test_more_than_2_to_31_bytes_of_rows():

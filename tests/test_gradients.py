@@ -15,12 +15,7 @@ import jax_moe
 from jax_moe import _reference
 
 EVERY = pytest.mark.parametrize("implementation", cases.IMPLEMENTATIONS)
-VJPS = [
-    pytest.param(case, implementation, id=f"{case}-{implementation}")
-    for case in cases.CASES
-    for implementation in cases.IMPLEMENTATIONS
-    if runs.shows_vjps(case, implementation)
-]
+VJPS = [pair for pair in runs.pairs() if runs.shows_vjps(*pair.values)]
 
 
 @pytest.mark.parametrize(("case", "implementation"), VJPS)

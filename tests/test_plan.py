@@ -32,8 +32,7 @@ def _who(field: str, case: cases.Case):
     return who
 
 
-@pytest.mark.parametrize("implementation", cases.IMPLEMENTATIONS)
-@pytest.mark.parametrize("case", cases.CASES, ids=str)
+@pytest.mark.parametrize(("case", "implementation"), runs.pairs())
 def test_plan(case, implementation):
     got, want = runs.run(case, implementation), runs.plans(case)
     for field in runs.PLAN_FIELDS:
