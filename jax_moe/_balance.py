@@ -96,10 +96,22 @@ def normalized_scores(
     return jax.nn.softmax(jax.nn.log_sigmoid(logits) if config.score == "sigmoid" else logits)
 
 
+def top_experts(
+    logits: Float[Array, "*tokens experts"], config: RouterConfig
+) -> Int[Array, "*tokens topk"]:
+    """The K experts with the largest unbiased scores, whatever the groups: int32 [..., K]."""
+    logits = lax.stop_gradient(logits.astype(jnp.float32))
+    # By the scores, not the logits, so that ties are the router's.
+    scores = jax.nn.sigmoid(logits) if config.score == "sigmoid" else jax.nn.softmax(logits)
+    return lax.top_k(scores, config.top_k, is_stable=True)[1]
+
+
 def sequence_balance_loss(
     logits: Float[Array, "*sequences length experts"],
     mask: Bool[Array, "*sequences length"] | None,
     config: RouterConfig,
+    *,
+    chosen: Int[Array, "*sequences length topk"] | None = None,
 ) -> Float[Array, ""]:
     """The sequence-wise auxiliary loss, unweighted: the mean over sequences of sum_i f_i P_i.
 
@@ -111,6 +123,7 @@ def sequence_balance_loss(
       mask: bool [..., S], True for real tokens; None where all are. A sequence without any does
         not count.
       config: the router's configuration.
+      chosen: int32 [..., S, K], `top_experts` of the logits, where they are known already.
 
     Returns:
       float32 []; 0 where no sequence counts.
@@ -123,12 +136,11 @@ def sequence_balance_loss(
     weight = real.astype(jnp.float32)[..., None]
     length = jnp.maximum(jnp.sum(weight, axis=-2), 1)
 
-    num_experts, top_k = config.num_experts, config.top_k
-    scores = jax.nn.sigmoid(logits) if config.score == "sigmoid" else jax.nn.softmax(logits)
-    chosen = lax.top_k(lax.stop_gradient(scores), top_k)[1]
-    one_hot = chosen[..., None] == jnp.arange(num_experts, dtype=chosen.dtype)
+    if chosen is None:
+        chosen = top_experts(logits, config)
+    one_hot = chosen[..., None] == jnp.arange(config.num_experts, dtype=chosen.dtype)
     hits = one_hot.any(-2).astype(jnp.float32) * weight
-    load = jnp.sum(hits, axis=-2) * (num_experts / top_k) / length
+    load = jnp.sum(hits, axis=-2) * (config.num_experts / config.top_k) / length
     share = jnp.sum(normalized_scores(logits, config) * weight, axis=-2) / length
     sequences = jnp.sum(jnp.any(real, axis=-1), dtype=jnp.float32)
     return jnp.sum(load * share) / jnp.maximum(sequences, 1)

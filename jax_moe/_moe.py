@@ -124,10 +124,10 @@ class MoE(nnx.Module):
             x = jnp.where(mask[..., None], x, 0)
         dtype = self.dtype or np.promote_types(x.dtype, self.gate_up.dtype)
         weights = self.router[...], self.bias[...], self.gate_up[...], self.down[...]
-        y, logits, totals = _routed_experts(self.settings, dtype, x, mask, *weights)
+        y, logits, chosen, totals = _routed_experts(self.settings, dtype, x, mask, *weights)
         if self.shared_gate_up is not None and self.shared_down is not None:
             y = y + _dense_swiglu(x, self.shared_gate_up[...], self.shared_down[...], dtype)
-        aux_loss = _balance.sequence_balance_loss(logits, mask, self.config)
+        aux_loss = _balance.sequence_balance_loss(logits, mask, self.config, chosen=chosen)
         return y, _make_stats(totals, aux_loss)
 
     def update_bias(self, counts: Int[Array, "*layers experts"], step_size: float) -> None:
@@ -201,7 +201,7 @@ def _dense_swiglu(x: Array, gate_up: Array, down: Array, dtype: Any) -> Array:
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _routed_experts(
     settings: _Settings, dtype: Any, x: Array, mask: Array | None, *weights: Array
-) -> tuple[Array, Array, _Totals]:
+) -> tuple[Array, Array, Array, _Totals]:
     """Spreads the tokens over the mesh and takes them through router and experts."""
     group, batch = settings.group, x.shape[:-1]
     flat = x.reshape(-1, x.shape[-1])
@@ -215,18 +215,19 @@ def _routed_experts(
         functools.partial(_local_experts, settings, dtype),
         mesh=group.mesh,
         in_specs=(tokens, tokens, P(), P(), experts, experts),
-        out_specs=(tokens, tokens, P()),
+        out_specs=((tokens, tokens, tokens), P()),
     )
-    y, logits, totals = local(flat, real, *weights)
+    by_token, totals = local(flat, real, *weights)
     if missing:
-        y, logits = y[:-missing], logits[:-missing]
-    return y.reshape(*batch, -1), logits.reshape(*batch, -1), totals
+        by_token = tuple(array[:-missing] for array in by_token)
+    y, logits, chosen = (array.reshape(*batch, -1) for array in by_token)
+    return y, logits, chosen, totals
 
 
 def _local_experts(
     settings: _Settings, dtype: Any, x, real, router, bias, gate_up, down
-) -> tuple[Array, Array, _Totals]:
-    """The routed experts on one device: its tokens, its experts."""
+) -> tuple[tuple[Array, Array, Array], _Totals]:
+    """The routed experts on one device, its tokens and its experts: (y, logits, top experts)."""
     config, group = settings.config, settings.group
     wide = sum_dtype(x.dtype)
     logits = jnp.matmul(x.astype(wide), router.astype(wide), precision=jax.lax.Precision.HIGHEST)
@@ -250,7 +251,10 @@ def _local_experts(
     rows = grouped_swiglu(rows, row_s, sizes, virtual_ranks=ranks, engine=engine)
     rows = matmul(rows, down.astype(dtype), sizes)
     y, _ = combine(rows, row_s, exchange)
-    return y, logits, _sum_totals(settings, expert_ids, logits, real, exchange.dropped)
+    # For the auxiliary loss: out there, the partitioner would gather all scores for a top-k.
+    chosen = _balance.top_experts(logits, config)
+    totals = _sum_totals(settings, expert_ids, logits, real, exchange.dropped)
+    return (y, logits, chosen), totals
 
 
 def _sum_totals(settings: _Settings, expert_ids, logits, real, dropped) -> _Totals:

@@ -58,11 +58,16 @@ def make(config, layout: Layout, *, hidden=12, width=10, seed=0, **options) -> j
             **options,
         )
     )
+    return fill(layer, seed)
+
+
+def fill(layer: jax_moe.MoE, seed: int) -> jax_moe.MoE:
+    """Gives an abstract layer its values."""
     rng = np.random.default_rng(seed)
     for _, param in sorted(nnx.state(layer, nnx.Param).items()):
         value = 0.5 * rng.standard_normal(param.shape, np.float32)
         param.set_value(jnp.asarray(value, param.dtype))
-    layer.bias.set_value(jnp.zeros(config.num_experts, jnp.float32))
+    layer.bias.set_value(jnp.zeros(layer.bias.shape, jnp.float32))
     return layer
 
 
@@ -77,11 +82,11 @@ class Step:
         graph, _, _ = nnx.split(self.layer, nnx.Param, ...)
 
         @jax.jit
-        def step(params, bias, x, mask, dy):
+        def step(params, bias, x, mask, dy, aux_weight):
             def objective(params, x):
                 layer = nnx.merge(graph, params, bias)
                 y, stats = layer(x, mask)
-                loss = (y.astype(jnp.float32) * dy).sum() + AUX_WEIGHT * stats.aux_loss
+                loss = (y.astype(jnp.float32) * dy).sum() + aux_weight * stats.aux_loss
                 return loss, (y, stats)
 
             return jax.grad(objective, argnums=(0, 1), has_aux=True)(params, x)
@@ -92,7 +97,7 @@ class Step:
         params = nnx.to_pure_dict(nnx.state(self.layer, nnx.Param))
         return {name: np.asarray(value) for name, value in params.items()}
 
-    def __call__(self, x, mask, dy, *, bias=None, **changed) -> Outcome:
+    def __call__(self, x, mask, dy, *, bias=None, aux_weight=AUX_WEIGHT, **changed) -> Outcome:
         """Runs with the layer's weights and bias, except for those given."""
         # Mapped, so that the layer keeps its own variables.
         params, rest = jax.tree.map(jnp.asarray, nnx.split(self.layer, nnx.Param, ...)[1:])
@@ -100,7 +105,7 @@ class Step:
             rest["bias"].set_value(jnp.asarray(bias, jnp.float32))
         for name, value in changed.items():
             params[name].set_value(jnp.asarray(value))
-        (grads, dx), (y, stats) = self._compiled(params, rest, x, mask, dy)
+        (grads, dx), (y, stats) = self._compiled(params, rest, x, mask, dy, aux_weight)
         grads = {name: np.asarray(g) for name, g in nnx.to_pure_dict(grads).items()}
         return Outcome(np.asarray(y), stats, grads | {"x": np.asarray(dx)})
 

@@ -15,8 +15,7 @@ sys.path.append(str(Path(__file__).parents[1] / "examples"))
 import linen_layer
 
 
-def test_linen_layer_on_the_bare_operations_equals_the_nnx_layer(monkeypatch):
-    monkeypatch.setattr(moe_runs, "AUX_WEIGHT", 0.0)
+def test_linen_layer_on_the_bare_operations_equals_the_nnx_layer():
     config = jax_moe.RouterConfig(num_experts=8, top_k=2, num_groups=4, top_groups=2)
     layout = moe_runs.Layout((1, 2, 2))
     step = moe_runs.Step(moe_runs.make(config, layout, num_shared=0))
@@ -38,7 +37,7 @@ def test_linen_layer_on_the_bare_operations_equals_the_nnx_layer(monkeypatch):
         return jax.grad(loss, argnums=(0, 1), has_aux=True)(weights, x)
 
     (grads, dx), (y, counts) = run(weights, x)
-    want = step(x[None], np.ones((1, 32), bool), dy[None])
+    want = step(x[None], np.ones((1, 32), bool), dy[None], aux_weight=0.0)
     moe_runs.assert_close(y, want.y[0], "y")
     np.testing.assert_array_equal(counts, want.stats.counts)
     for name, grad in (grads | {"x": dx[None]}).items():

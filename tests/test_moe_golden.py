@@ -15,8 +15,7 @@ import jax_moe
         ("moe_block_scaled", moe_runs.Layout((1, 1, 2), virtual_ranks=4, num_nodes=8)),
     ],
 )
-def test_block_equals_hugging_face(name, layout, monkeypatch):
-    monkeypatch.setattr(moe_runs, "AUX_WEIGHT", 0.0)
+def test_block_equals_hugging_face(name, layout):
     golden = golden_files.load(name)
     config = golden.config
     step = moe_runs.Step(
@@ -29,7 +28,7 @@ def test_block_equals_hugging_face(name, layout, monkeypatch):
         )
     )
     x, dy = golden.arrays["x"], golden.arrays["dy"]
-    got = step(x, np.ones(x.shape[:-1], bool), dy, **golden.moe("weights"))
+    got = step(x, np.ones(x.shape[:-1], bool), dy, aux_weight=0.0, **golden.moe("weights"))
     moe_runs.assert_close(got.y, golden.arrays["y"], "y")
     moe_runs.assert_close(got.grads["x"], golden.arrays["gradients/x"], "gradient of x")
     for part, want in golden.moe("gradients").items():
