@@ -26,7 +26,7 @@ endif
 PIP := bin/python -m pip --disable-pip-version-check --quiet
 NATIVE_SOURCES := $(wildcard xla_ffi/* ptx/*)
 PYTHON_SOURCES := $(shell find jax_moe -name '*.py')
-CXX_FILES := $(wildcard xla_ffi/*.h xla_ffi/*.cc tests/cpp/*.h tests/cpp/*.cc)
+CXX_FILES := $(wildcard ptx/*.h $(foreach d,xla_ffi tests/*,$d/*.h $d/*.cc))
 
 # What jaxlib 0.12 could break: the custom calls, their transformations, the router, the README.
 SUBSET := $(wildcard $(addprefix tests/test_,exchange.py gradients.py group.py readme.py router.py))
