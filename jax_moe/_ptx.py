@@ -9,6 +9,7 @@ program one after the other in the order of its schedule, and every device runs 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -18,7 +19,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import mlir
 from jax.sharding import Mesh
 
-from jax_moe import _cuda, _ffi, _reference
+from jax_moe import _cuda, _ffi
 from jax_moe._plan import Plan, PlanSpec
 
 
@@ -50,7 +51,7 @@ def plan(expert_ids: jax.Array, spec: PlanSpec) -> PlanArrays:
     leading, top_k = expert_ids.shape
     expert_ids = _make_ready(expert_ids, spec, Need("plan", leading // virtual, top_k, 0))
     per_expert = (virtual * spec.experts_per_rank,)
-    shapes = PlanArrays(
+    shapes = dict(
         expert_ids=expert_ids.shape,
         positions=expert_ids.shape,
         sources=(virtual * spec.capacity,),
@@ -60,7 +61,7 @@ def plan(expert_ids: jax.Array, spec: PlanSpec) -> PlanArrays:
         invalid=(virtual,),
         arrivals=(spec.group.num_ranks * leading, top_k),
     )
-    results = [(shape, jnp.int32) for shape in shapes]
+    results = [(shapes[field], jnp.int32) for field in PlanArrays._fields]
     return PlanArrays(*_call("jax_moe_plan", results, spec, expert_ids))
 
 
@@ -102,7 +103,7 @@ def _arrivals(plan: Plan, operation: str) -> jax.Array:
     return plan.arrivals
 
 
-def _call(target: str, results: list, spec: PlanSpec, *operands: jax.Array) -> list[jax.Array]:
+def _call(target: str, results: list, spec: PlanSpec, *operands: jax.Array) -> Sequence[jax.Array]:
     """Calls a target; the results vary over the mesh axes over which the operands do."""
     here = jax.typeof(operands[0])
     types = [

@@ -3,6 +3,7 @@
 import ctypes
 import dataclasses
 import logging
+import math
 import re
 import subprocess
 from pathlib import Path
@@ -18,7 +19,8 @@ from jax_moe import _cuda, _ffi
 
 ROOT = Path(__file__).parents[1]
 CPP = ROOT / "tests" / "cpp"
-SOURCES = [f"cuda_{part}.cc" for part in "device driver group launch pool registry report".split()]
+PARTS = ("device", "driver", "group", "launch", "pool", "registry", "report")
+SOURCES = [f"cuda_{part}.cc" for part in PARTS]
 
 
 def _compile(output: Path, *arguments) -> Path:
@@ -68,17 +70,17 @@ def test_the_kernels_are_embedded():
 
 
 @pytest.mark.parametrize(
-    "ranks, tokens, top_k, experts, hidden", [(2, 4, 2, 4, 8), (8, 4096, 8, 256, 7168)]
+    ("ranks", "tokens", "top_k", "experts", "hidden"), [(2, 4, 2, 4, 8), (8, 4096, 8, 256, 7168)]
 )
 def test_pool_bytes(ranks, tokens, top_k, experts, hidden):
-    def up(size):
-        return -(-size // 128) * 128
+    def up(size, multiple=128):
+        return math.ceil(size / multiple) * multiple
 
     segments = 128 // ranks
-    segment_ids = -(-(-(-tokens * top_k // segments)) // 8) * 8
+    segment_ids = up(math.ceil(tokens * top_k / segments), 8)
     halves = (
         ranks * segments * segment_ids * 2,  # ids
-        ranks * segments * -(-(experts + 1) // 4) * 4 * 4,  # counts
+        ranks * segments * up(experts + 1, 4) * 4,  # counts
         ranks * tokens * top_k * 4,  # gates
         ranks * tokens * up(hidden * 2),  # slots
     )
@@ -109,6 +111,7 @@ def _exchange(group, **arguments):
     def function(ids, x, s):
         arguments.setdefault("num_experts", 16)
         plan = jax_moe.plan(ids, group=group, implementation="ptx", **arguments)
+        assert plan.arrivals is not None
         assert plan.arrivals.shape == (8 * ids.shape[0], ids.shape[1])
 
         def loss(x, s):
@@ -145,7 +148,7 @@ def test_lowered_program():
 
 
 @pytest.mark.parametrize(
-    "operands, arguments, message",
+    ("operands", "arguments", "message"),
     [
         (dict(hidden=7), {}, "14 bytes.*multiple of 16 bytes.*pad the hidden axis"),
         (dict(hidden=32776), {}, "65552 bytes.*at most 65536"),
@@ -174,7 +177,7 @@ def test_a_plan_of_another_implementation_is_refused():
 def test_cpu_devices_are_named():
     group = jax_moe.ExpertGroup(jax_moe.make_mesh())
     assert _cuda.obstacle(group) == "its devices are of platform cpu, not cuda"
-    with pytest.raises(NotImplementedError, match='"ptx" cannot serve.*platform cpu.*"xla"'):
+    with pytest.raises(NotImplementedError, match=r'"ptx" cannot serve.*platform cpu.*"xla"'):
         jax.shard_map(
             lambda ids: jax_moe.plan(ids, group=group, num_experts=8, implementation="ptx").sources,
             mesh=group.mesh,
@@ -244,7 +247,7 @@ def test_life_of_a_group(fake_gpus, caplog):
     group.rebuild()
     group.check()
     fake_gpus.memory_bytes = 2**20
-    with pytest.raises(MemoryError, match="free beside XLA's preallocation.*MEM_FRACTION"):
+    with pytest.raises(MemoryError, match=r"free beside XLA's preallocation.*MEM_FRACTION"):
         group.reserve(**sizes | dict(tokens=4096))
     fake_gpus.memory_bytes = 2**32
     group.check()
@@ -267,10 +270,10 @@ def test_lowering_makes_the_pool_and_tracing_does_not(fake_gpus, caplog):
     assert _ffi.cuda.missing_bytes(group.key, *sizes) == 0
     assert caplog.text.count("allocating") == 2, "one pool for the plan, one for the exchanges"
     crowded = jax_moe.ExpertGroup(mesh, virtual_ranks=4, num_sms=3)
-    with pytest.raises(ValueError, match="num_sms=3 .*4 virtual ranks need a block each"):
+    with pytest.raises(ValueError, match=r"num_sms=3 .*4 virtual ranks need a block each"):
         _lower(_exchange(crowded), crowded, *_operands())
     greedy = jax_moe.ExpertGroup(mesh, virtual_ranks=4, num_sms=133)
-    with pytest.raises(ValueError, match="num_sms=133.*132 SMs"):
+    with pytest.raises(ValueError, match=r"num_sms=133.*132 SMs"):
         _lower(_exchange(greedy), greedy, *_operands())
 
 

@@ -169,6 +169,16 @@ void DefineCuda(nb::module_& module) {
   });
   cuda.def("faults", [](int64_t key) { return Find(key)->Faults(); });
   cuda.def("waited_ns", [](int64_t key) { return Find(key)->WaitedNs(); });
+  // Whether the GPU runs the embedded machine code rather than what its driver compiled.
+  cuda.def("is_precompiled", [](int ordinal) {
+    cuda::Device* device = nullptr;
+    Raise(WithoutGil([&]() -> Status {
+      JAX_MOE_RETURN_IF_ERROR(cuda::OpenDriver());
+      return cuda::Device::Get(ordinal, &device);
+    }));
+    return device->precompiled();
+  });
+  cuda.def("num_launches", [](int64_t key) { return Find(key)->num_launches(); });
   cuda.def("stop_monitor", [] { WithoutGil([] { cuda::StopMonitor(); }); });
 }
 

@@ -253,8 +253,10 @@ Status Group::Launch(int ordinal, Call call, const std::array<const void*, kNumA
   params.pools = part.table();
   params.report = part.report();
   for (int i = 0; i < kNumArrays; ++i) params.arrays[i] = reinterpret_cast<uintptr_t>(arrays[i]);
-  return LaunchKernel(*instance[slot.index], call.operation, topology_.virtual_ranks, shape, params,
-                      stream);
+  JAX_MOE_RETURN_IF_ERROR(LaunchKernel(*instance[slot.index], call.operation,
+                                       topology_.virtual_ranks, shape, params, stream));
+  ++num_launches_;
+  return {};
 }
 
 }  // namespace jax_moe::cuda

@@ -4,6 +4,7 @@
 #define JAX_MOE_CUDA_GROUP_H_
 
 #include <array>
+#include <atomic>
 #include <cstdint>
 #include <memory>
 #include <mutex>
@@ -53,6 +54,8 @@ class Group {
   // and results.
   Status Launch(int ordinal, Call call, const std::array<const void*, kNumArrays>& arrays,
                 Stream stream);
+  // Launches so far: fewer than calls where CUDA graphs replay them.
+  int64_t num_launches() const { return num_launches_; }
 
  private:
   enum class State { kReady, kClosed, kChanging };
@@ -80,7 +83,8 @@ class Group {
   const Topology topology_;
   std::vector<Instance> devices_;
   std::vector<std::unique_ptr<Slot>> slots_;  // [all devices]
-  std::mutex eager_mutex_;                    // guards all below
+  std::atomic<int64_t> num_launches_ = 0;
+  std::mutex eager_mutex_;  // guards all below
   Timeouts timeouts_;
   bool closed_ = false;
   std::vector<std::unique_ptr<PoolSet>> pools_;
