@@ -45,8 +45,8 @@ def test_combine_vjp_is_dispatch(case, implementation):
 # A little expert layer. Expert e multiplies by a[e] and bends by tanh, so that every gradient
 # depends on what the others are; nodes, overflow, invalid ids and repeats are all in.
 LAYER = cases.Case(
-    "layer", tokens=6, experts=16, topk=5, hidden=4, mesh=(1, 2, 2), virtual_ranks=2,
-    routing="invalid", capacity=14, alignment=2,
+    "layer", tokens=6, experts=16, topk=3, hidden=4, mesh=(1, 2, 2), virtual_ranks=2,
+    routing="invalid", capacity=10, alignment=2,
 )  # fmt: skip
 
 
@@ -100,8 +100,8 @@ def _dense_loss(x, s, a, target):
 
 
 @functools.cache
-def _layer_gradients(implementation: str):
-    """(loss, gradients of x, s and a) with float32 operands."""
+def _layer_function(implementation: str):
+    """x, s, a and target to the loss and its gradients in x, s and a."""
     at = runs.setting(LAYER)
     parts = at.shard_map(_loss_parts(at, implementation))
 
@@ -109,16 +109,17 @@ def _layer_gradients(implementation: str):
         ids = cases.expert_ids(LAYER).reshape(-1, LAYER.topk)
         return parts(ids, x, s, a, target).sum()
 
-    return jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2)))(*_layer_operands("float32"))
+    return jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2)))
 
 
 @EVERY
 def test_gradients_agree_with_a_float64_restatement(implementation):
+    assert runs.plans(LAYER)[0].dropped.sum() > 0
     with jax.enable_x64(True):
         dense = jax.jit(jax.value_and_grad(_dense_loss, argnums=(0, 1, 2)))
         want_loss, want = dense(*_layer_operands())
         want_loss, want = float(want_loss), [np.asarray(g) for g in want]
-    loss, got = _layer_gradients(implementation)
+    loss, got = _layer_function(implementation)(*_layer_operands("float32"))
     np.testing.assert_allclose(loss, want_loss, rtol=2e-6)
     for name, g, w in zip(("x", "s", "a"), got, want, strict=True):
         np.testing.assert_allclose(g, w, rtol=2e-5, atol=2e-6, err_msg=name)
@@ -127,10 +128,8 @@ def test_gradients_agree_with_a_float64_restatement(implementation):
 @EVERY
 def test_gradients_agree_with_finite_differences(implementation):
     """Of the layer's own loss, in a random direction of each operand."""
-    at = runs.setting(LAYER)
-    parts = jax.jit(at.shard_map(_loss_parts(at, implementation)))
-    ids = cases.expert_ids(LAYER).reshape(-1, LAYER.topk)
-    operands, (_, gradients) = _layer_operands("float32"), _layer_gradients(implementation)
+    function, operands = _layer_function(implementation), _layer_operands("float32")
+    _, gradients = function(*operands)
     for i, gradient in enumerate(gradients):
         direction = LAYER.rng(f"direction {i}").standard_normal(gradient.shape).astype(np.float32)
         step = np.float32(2.0**-7)
@@ -138,7 +137,7 @@ def test_gradients_agree_with_finite_differences(implementation):
         for sign in (-1, 1):
             moved = list(operands)
             moved[i] = operands[i] + np.float32(sign) * step * direction
-            values.append(np.asarray(parts(ids, *moved), np.float64).sum())
+            values.append(float(function(*moved)[0]))
         slope = (values[1] - values[0]) / (2 * float(step))
         want = np.vdot(np.asarray(gradient, np.float64), direction)
         np.testing.assert_allclose(slope, want, rtol=5e-3, err_msg=f"operand {i}")
@@ -210,15 +209,14 @@ def test_the_transposes_agree_with_autodiff_of_the_specification():
         assert (np.asarray(got)[p.sources < 0] == 0).all()
 
 
-@EVERY
-def test_second_derivatives(implementation):
+def test_second_derivatives():
     """A gradient can be differentiated again: the Hessian of <y, y> along a direction."""
     at = runs.setting(LAYER)
     x, s, _, _ = _layer_operands("float32")
     ids = cases.expert_ids(LAYER).reshape(-1, LAYER.topk)
 
     def program(ids, x, s):
-        plan = at.plan(ids, implementation)
+        plan = at.plan(ids, None)
         rows, row_s = jax_moe.dispatch(x, s, plan)
         y, _ = jax_moe.combine(rows * rows * row_s[:, None], row_s, plan)
         return jnp.sum(y).reshape(1)
