@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import pathlib
 import shlex
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 
@@ -39,6 +41,11 @@ def _parser() -> argparse.ArgumentParser:
         help="rows of a rank as a multiple of the balanced load; by default just what the ids "
         "need, which favours the plain-JAX ways",
     )  # fmt: skip
+    parser.add_argument(
+        "--calls", type=int,
+        help="calls in sequence in one timed region, by default 1 on CPU and 10 on GPUs, where "
+        "starting a program would outweigh one call",
+    )  # fmt: skip
     parser.add_argument("--tail", choices=("zero", "undefined"), help="of ours; default: its own")
     parser.add_argument("--rounds", type=int, default=50, help="most repetitions of each program")
     parser.add_argument("--seconds", type=float, default=200.0, help="about what all may take")
@@ -61,13 +68,28 @@ def _choices(allowed: Sequence[str]):
     return parse
 
 
+def _devices(wanted: int | None, on_cpu: int) -> list[Any]:
+    """The first `wanted` devices; by default all, of which CPU devices are made `on_cpu`.
+
+    Raises:
+      SystemExit: there are fewer.
+    """
+    with contextlib.suppress(RuntimeError):  # whoever called may have made its CPU devices
+        jax.config.update("jax_num_cpu_devices", wanted or on_cpu)
+    devices = jax.devices()
+    if wanted is None:
+        wanted = on_cpu if devices[0].platform == "cpu" else len(devices)
+    if len(devices) < wanted:
+        raise SystemExit(f"--devices {wanted}: JAX finds {len(devices)} of {devices[0].platform}.")
+    return devices[:wanted]
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs the bench and prints its report."""
     given = sys.argv[1:] if arguments is None else list(arguments)
     args = _parser().parse_args(given)
     shape = SHAPES[args.shape]
-    jax.config.update("jax_num_cpu_devices", args.devices or shape.ranks // args.virtual_ranks)
-    devices = jax.devices()[: args.devices]
+    devices = _devices(args.devices, shape.ranks // args.virtual_ranks)
     conditions = _environment.conditions(
         devices, shlex.join(["python", "-m", "jax_moe.bench", *given])
     )
@@ -83,6 +105,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             capacity_factor=args.capacity_factor,
             tail=args.tail,
             virtual_ranks=args.virtual_ranks,
+            calls=args.calls or (1 if devices[0].platform == "cpu" else 10),
             seed=args.seed,
         ),
         devices,

@@ -7,6 +7,7 @@ import gc
 import random
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,8 +25,12 @@ class Times:
 
     seconds: tuple[float, ...]
 
+    def per_call(self, calls: int) -> Times:
+        """Each of `calls` equal calls' share."""
+        return Times(tuple(seconds / calls for seconds in self.seconds))
+
     @property
-    def summary(self) -> dict[str, float | int]:
+    def summary(self) -> dict[str, Any]:
         """Microseconds: median, mean, standard deviation, least; and the number of repetitions."""
         us = np.array(self.seconds) * 1e6
         return {

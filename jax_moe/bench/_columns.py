@@ -106,16 +106,3 @@ def _plain_obstacle(name: str, group: jax_moe.ExpertGroup) -> str | None:
     if name == "ragged_all_to_all" and group.devices[0].platform == "cpu":
         return "XLA has no ragged_all_to_all on CPU devices"
     return None
-
-
-def own_bytes(name: str, group: jax_moe.ExpertGroup, sizes: Sizes) -> int:
-    """Bytes that a column keeps or takes outside XLA's accounting, on one device.
-
-    The CPU calls copy directly between the devices' buffers; only the plan takes scratch, of
-    which one process has one for all devices: int32 [R, E] and int64 [E], and each expert rank's
-    int64 [E/R] counts.
-    """
-    if name != "cpu":
-        return 0
-    scratch = 4 * group.num_ranks * sizes.num_experts + 16 * sizes.num_experts
-    return -(-scratch // group.num_devices)

@@ -8,6 +8,7 @@ import pathlib
 import platform
 import subprocess
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jaxlib.version
@@ -15,7 +16,7 @@ import jaxlib.version
 import jax_moe
 
 
-def conditions(devices: Sequence[jax.Device], command: str) -> dict[str, str]:
+def conditions(devices: Sequence[Any], command: str) -> dict[str, str]:
     """What a reader needs to judge or repeat the run, in words."""
     first = devices[0]
     found = {

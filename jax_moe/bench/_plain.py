@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from typing import Any
 
 import jax
@@ -62,16 +61,8 @@ class PlainWay:
         return _combine(self, rows, row_s, state)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _dispatch(way: PlainWay, x, s, state):
-    return way.send(x, s, state)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _combine(way: PlainWay, rows, row_s, state):
-    return way.receive(rows, row_s, state)
-
-
+_dispatch = jax.custom_vjp(lambda way, *operands: way.send(*operands), nondiff_argnums=(0,))
+_combine = jax.custom_vjp(lambda way, *operands: way.receive(*operands), nondiff_argnums=(0,))
 _dispatch.defvjp(
     lambda way, x, s, state: (way.send(x, s, state), state),
     lambda way, state, cotangents: (*way.receive(*cotangents, state), None),
@@ -130,7 +121,8 @@ def sum_over_k(rows: jax.Array, position: jax.Array) -> jax.Array:
     Returns:
       [T, H] of rows' dtype.
     """
-    total = take(rows, position[:, 0]).astype(jnp.float32)
-    for k in range(1, position.shape[1]):
-        total += take(rows, position[:, k])
+    terms = [take(rows, position[:, k]).astype(jnp.float32) for k in range(position.shape[1])]
+    total = terms[0]
+    for term in terms[1:]:
+        total += term
     return total.astype(rows.dtype)

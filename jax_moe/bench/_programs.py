@@ -13,6 +13,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jax_moe
+from jax_moe import _cuda
 from jax_moe.bench._columns import Column
 from jax_moe.bench._plain import Sizes
 from jax_moe.bench._shapes import Routing, Shape
@@ -24,7 +25,7 @@ MEASURES = {
     "plan": "all that depends on the expert ids alone; a baseline's sorting",
     "dispatch": "tokens to expert rows, the plan given",
     "combine": "expert rows to summed tokens, the plan given",
-    "forward+backward": "plan, dispatch, rows * row_s, combine, and the gradients of x and s",
+    "forward+backward": "plan, dispatch and combine, and the gradients of both",
 }
 HEADLINE = "plan+dispatch+combine"
 
@@ -39,6 +40,7 @@ class Inputs:
     rows: np.ndarray  # [R, C, H], not what x would give
     row_s: np.ndarray  # f32 [R, C]
     dy: np.ndarray  # [R, T, H]
+    ds: np.ndarray  # f32 [R, T, K]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,12 +96,30 @@ class Problem:
             rows=rows.astype(dtype),
             row_s=row_s,
             dy=normal(ranks, tokens, shape.hidden).astype(dtype),
+            ds=normal(ranks, tokens, top_k),
         )
 
 
-def weigh(rows: jax.Array, row_s: jax.Array) -> jax.Array:
-    """Stands for the experts where gradients are taken: rows [..., H] times row_s [...]."""
-    return (rows.astype(jnp.float32) * row_s[..., None]).astype(rows.dtype)
+def repeat(function: Callable, calls: int) -> Callable:
+    """The function called several times, each call waiting for the one before.
+
+    A zero made of the results is added to the int32 operands (expert ids, plans), which every
+    measure depends on; the barrier keeps XLA from computing only what the zero needs.
+    """
+
+    def after(results, operands):
+        results = jax.lax.optimization_barrier(results)
+        firsts = [a.reshape(-1)[0].astype(jnp.float32) for a in jax.tree.leaves(results)]
+        zero = (jnp.stack(firsts).sum() * 0).astype(jnp.int32)
+        return jax.tree.map(lambda a: a + zero if a.dtype == jnp.int32 else a, operands)
+
+    def repeated(*operands):
+        results = function(*operands)
+        for _ in range(calls - 1):
+            results = function(*after(results, operands))
+        return results
+
+    return repeated
 
 
 def functions(way: Any) -> dict[str, tuple[Callable, tuple[str, ...]]]:
@@ -107,19 +127,19 @@ def functions(way: Any) -> dict[str, tuple[Callable, tuple[str, ...]]]:
 
     Between dispatch and combine a barrier stands for the experts, so that the rows exist.
     """
+    barrier = jax.lax.optimization_barrier
 
     def exchange(x, s, state):
-        rows, row_s = jax.lax.optimization_barrier(way.dispatch(x, s, state))
+        rows, row_s = barrier(way.dispatch(x, s, state))
         return way.combine(rows, row_s, state)[0], row_s
 
-    def weighted(x, s, state):
-        rows, row_s = way.dispatch(x, s, state)
-        return way.combine(weigh(rows, row_s), row_s, state)[0]
-
-    def forward_backward(ids, x, s, dy):
+    def forward_backward(ids, x, s, dy, ds):
         state = way.prepare(ids)
-        y, pull = jax.vjp(lambda x, s: weighted(x, s, state), x, s)
-        return y, *pull(dy)
+        rows, pull_tokens = jax.vjp(lambda x, s: way.dispatch(x, s, state), x, s)
+        tokens, pull_rows = jax.vjp(lambda *rows: way.combine(*rows, state), *barrier(rows))
+        # As with a loss in between, the way back begins when the tokens are there.
+        tokens, cotangents = barrier((tokens, (dy, ds)))
+        return tokens, pull_tokens(barrier(pull_rows(cotangents)))
 
     return {
         "plan+dispatch+combine": (
@@ -132,8 +152,28 @@ def functions(way: Any) -> dict[str, tuple[Callable, tuple[str, ...]]]:
             lambda rows, row_s, state: way.combine(rows, row_s, state)[0],
             ("rows", "row_s", "state"),
         ),
-        "forward+backward": (forward_backward, ("ids", "x", "s", "dy")),
+        "forward+backward": (forward_backward, ("ids", "x", "s", "dy", "ds")),
     }  # fmt: skip
+
+
+def own_bytes(name: str, problem: Problem) -> int:
+    """Bytes that a column keeps or takes outside XLA's accounting, on one device."""
+    sizes, group = problem.sizes, problem.group
+    if name == "ptx":
+        return group.virtual_ranks * _cuda.pool_bytes(
+            num_ranks=group.num_ranks,
+            tokens=sizes.tokens,
+            top_k=sizes.top_k,
+            num_experts=sizes.num_experts,
+            hidden=problem.shape.hidden,
+            dtype=problem.dtype,
+        )
+    if name == "cpu":
+        # Rows are copied straight between the devices' buffers; a plan takes scratch, one for all
+        # devices: int32 [R, E], int64 [E], and int64 [E/R] while an expert rank is laid out.
+        scratch = sizes.num_experts * (4 * sizes.num_ranks + 16)
+        return -(-scratch // group.num_devices)
+    return 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,19 +184,31 @@ class Program:
     measure: str
     compiled: jax.stages.Compiled
     operands: tuple[Any, ...]
+    repeated: jax.stages.Compiled  # `calls` of it, one after the other
+    calls: int
 
     def __call__(self):
+        """Runs it once."""
         return self.compiled(*self.operands)
+
+    def run_repeated(self):
+        """Runs it `calls` times: what is timed."""
+        return self.repeated(*self.operands)
 
     @property
     def memory(self) -> dict[str, int]:
         """XLA's own accounting of one device's bytes, arguments apart."""
         stats = self.compiled.memory_analysis()
+        assert stats is not None, "this backend does not account for its memory"
         return {"temp": stats.temp_size_in_bytes, "output": stats.output_size_in_bytes}
 
 
 def compile_column(
-    column: Column, problem: Problem, placed: dict[str, Any], measures: tuple[str, ...]
+    column: Column,
+    problem: Problem,
+    placed: dict[str, Any],
+    measures: tuple[str, ...],
+    calls: int = 1,
 ) -> list[Program]:
     """Compiles a column's measures; its plan is computed once and kept.
 
@@ -165,6 +217,7 @@ def compile_column(
       problem: its sizes and group.
       measures: which programs to make.
       placed: the operands by name, on the devices.
+      calls: how many calls in sequence make one timed region.
     """
     shard_map = functools.partial(
         jax.shard_map, mesh=problem.group.mesh, in_specs=problem.spec, out_specs=problem.spec
@@ -176,5 +229,8 @@ def compile_column(
         function, names = every[measure]
         operands = tuple(state if name == "state" else placed[name] for name in names)
         compiled = jax.jit(shard_map(function)).lower(*operands).compile()
-        programs.append(Program(column, measure, compiled, operands))
+        repeated = compiled
+        if calls > 1:
+            repeated = jax.jit(shard_map(repeat(function, calls))).lower(*operands).compile()
+        programs.append(Program(column, measure, compiled, operands, repeated, calls))
     return programs

@@ -93,9 +93,11 @@ def _lines(outcome: Outcome, conditions: dict[str, str]) -> Iterator[str]:
         "and in the specified order, sums bit for bit (ours) or to the payload's tolerance; "
         "inputs are random, unused rows NaN; no column drops rows"
     )
+    calls = outcome.options.calls
     yield (
         "- time: milliseconds, median ± standard deviation over repetitions in which all columns "
         "take turns, from the call to the last device's result"
+        + (f", of {calls} calls in sequence in one program, divided by {calls}" * (calls > 1))
     )
     yield ""
     yield "| measure | inside the timed region |"

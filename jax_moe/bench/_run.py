@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import sys
 import time
 from collections.abc import Callable
@@ -35,6 +36,7 @@ class Options:
     capacity_factor: float | None = None
     tail: str | None = None
     virtual_ranks: int = 1
+    calls: int = 1
     seed: int = 0
 
 
@@ -51,6 +53,7 @@ class Record:
     deviation_us: float
     least_us: float
     repetitions: int
+    calls: int  # in one timed region, in sequence; times are those of one call
     link_bytes: int
     temp_bytes: int
     output_bytes: int
@@ -66,7 +69,7 @@ class Record:
 class Setting:
     """One routing and type of payload: its facts, and its floor in microseconds a measure."""
 
-    routing: str
+    routing: _shapes.Routing
     dtype: str
     max_violation: float
     capacity: int  # rows of one rank
@@ -94,7 +97,7 @@ def run(options: Options, devices, say: Callable[[str], None] | None = None) -> 
     group = jax_moe.ExpertGroup(mesh, axes=("rank",), virtual_ranks=options.virtual_ranks)
     prepare, skipped = Preparation(mesh), {}
     settings, records = [], []
-    pairs = [(routing, dtype) for routing in options.routings for dtype in options.dtypes]
+    pairs = list(itertools.product(options.routings, options.dtypes))
     begin = time.monotonic()
     for i, (routing, dtype) in enumerate(pairs):
         # What a setting leaves of its share goes to the later ones.
@@ -106,6 +109,7 @@ def run(options: Options, devices, say: Callable[[str], None] | None = None) -> 
         setting, found = _measure(options, problem, ids, programs, prepare, until)
         settings.append(setting)
         records.extend(found)
+        del programs  # their operands make room for the next setting's
         say(f"{routing} {dtype}: {found[0].repetitions if found else 0} rounds")
     return Outcome(options, group.num_ranks, prepare.words, settings, records, skipped)
 
@@ -142,7 +146,9 @@ def _verified_programs(options, problem, ids, skipped, say) -> list[_programs.Pr
             skipped[name] = str(why)
             continue
         begin = time.monotonic()
-        compiled = _programs.compile_column(column, problem, placed, options.measures)
+        compiled = _programs.compile_column(
+            column, problem, placed, options.measures, options.calls
+        )
         for program in compiled:
             expected.check(program)
         programs += compiled
@@ -155,7 +161,9 @@ def _verified_programs(options, problem, ids, skipped, say) -> list[_programs.Pr
 
 def _measure(options, problem, ids, programs, prepare, until) -> tuple[Setting, list[Record]]:
     copy, copied = _copy(problem)
-    times = time_in_turns([copy, *programs], prepare, until=until, rounds=options.rounds)
+    times = time_in_turns(
+        [copy, *(p.run_repeated for p in programs)], prepare, until=until, rounds=options.rounds
+    )
     bandwidth = copied / (times[0].summary["median_us"] * 1e-6)
     shape = problem.shape
     traffic = Traffic(
@@ -191,11 +199,12 @@ def _record(problem, program, timed: Times, traffic: Traffic) -> Record:
         dtype=problem.dtype,
         column=name,
         measure=measure,
+        calls=program.calls,
         link_bytes=traffic.link(name)[measure],
         temp_bytes=memory["temp"],
         output_bytes=memory["output"],
-        own_bytes=_columns.own_bytes(name, problem.group, problem.sizes),
-        **timed.summary,
+        own_bytes=_programs.own_bytes(name, problem),
+        **timed.per_call(program.calls).summary,
     )
 
 
