@@ -15,22 +15,21 @@ namespace harness {
 // The functions used, under their own names; filled by LoadDriver().
 #define HARNESS_DRIVER_FUNCTIONS(DO)                                                              \
   DO(cuInit)                                                                                      \
-  DO(cuDeviceGet) DO(cuDeviceGetCount) DO(cuDeviceGetName) DO(cuDeviceGetAttribute)               \
-      DO(cuDevicePrimaryCtxRetain) DO(cuCtxSetCurrent) DO(cuCtxSynchronize) DO(cuModuleLoad)      \
-          DO(cuModuleGetFunction) DO(cuFuncSetAttribute)                                          \
-              DO(cuOccupancyMaxActiveBlocksPerMultiprocessor) DO(cuMemAlloc) DO(cuMemFree)        \
-                  DO(cuMemHostAlloc) DO(cuMemHostGetDevicePointer) DO(cuMemFreeHost)              \
-                      DO(cuMemcpyHtoD) DO(cuMemcpyDtoH) DO(cuMemcpyDtoDAsync) DO(cuMemsetD32)     \
-                          DO(cuStreamCreate) DO(cuStreamSynchronize) DO(cuStreamQuery)            \
-                              DO(cuStreamWaitEvent) DO(cuLaunchKernelEx) DO(cuEventCreate)        \
-                                  DO(cuEventRecord) DO(cuEventSynchronize) DO(cuEventElapsedTime) \
-                                      DO(cuStreamBeginCapture) DO(cuStreamEndCapture)             \
-                                          DO(cuGraphInstantiate) DO(cuGraphLaunch)                \
-                                              DO(cuGraphExecDestroy) DO(cuGraphDestroy)           \
-                                                  DO(cuCtxEnablePeerAccess)                       \
-                                                      DO(cuDeviceCanAccessPeer)                   \
-                                                          DO(cuMemsetD32Async) DO(cuGetErrorName) \
-                                                              DO(cuGetErrorString)
+  DO(cuDeviceGet)                                                                                 \
+  DO(cuDeviceGetCount) DO(cuDeviceGetName) DO(cuDeviceGetAttribute) DO(cuDevicePrimaryCtxRetain)  \
+      DO(cuCtxSetCurrent) DO(cuCtxSynchronize) DO(cuModuleLoad) DO(cuModuleGetFunction)           \
+          DO(cuFuncSetAttribute) DO(cuOccupancyMaxActiveBlocksPerMultiprocessor) DO(cuMemAlloc)   \
+              DO(cuMemFree) DO(cuMemHostAlloc) DO(cuMemHostGetDevicePointer) DO(cuMemFreeHost)    \
+                  DO(cuMemcpyHtoD) DO(cuMemcpyDtoH) DO(cuMemcpyDtoDAsync) DO(cuMemsetD32)         \
+                      DO(cuStreamCreate) DO(cuStreamSynchronize) DO(cuStreamQuery)                \
+                          DO(cuStreamWaitEvent) DO(cuLaunchKernelEx) DO(cuEventCreate)            \
+                              DO(cuEventRecord) DO(cuEventSynchronize) DO(cuEventElapsedTime)     \
+                                  DO(cuStreamBeginCapture) DO(cuStreamEndCapture)                 \
+                                      DO(cuGraphInstantiate) DO(cuGraphLaunch)                    \
+                                          DO(cuGraphExecDestroy) DO(cuGraphDestroy)               \
+                                              DO(cuCtxEnablePeerAccess) DO(cuDeviceCanAccessPeer) \
+                                                  DO(cuMemsetD32Async) DO(cuGetErrorName)         \
+                                                      DO(cuGetErrorString)
 
 struct Driver {
 #define HARNESS_DECLARE(name) decltype(&::name) name = nullptr;
