@@ -1,6 +1,7 @@
 # make test                 all tests with jaxlib 0.11.2, in .venv (made if need be)
 # make test JAXLIB=0.12     a named subset with jaxlib 0.12, in .venv-0.12 (FULL=1: all tests)
 # make test TESTS=tests/test_router.py PYTEST_FLAGS=-x
+# make test-gpu SHARD=i/n    the tests that need GPUs, or a part of them; GPU_PYTHON has jax[cuda13]
 # make lint, make format    what CI checks, and what mends most of it
 # make dist                 wheel and sdist in dist/, each installed and tried in a fresh environment
 # PYTHON=/path/to/python    which Python makes the environments (else tools/find_python.sh looks)
@@ -32,11 +33,16 @@ CXX_FILES := $(wildcard ptx/*.h $(foreach d,xla_ffi tests/*,$d/*.h $d/*.cc))
 SUBSET := $(wildcard $(addprefix tests/test_,exchange.py gradients.py group.py readme.py router.py))
 TESTS ?= $(if $(or $(filter $(OLDEST),$(JAXLIB)),$(FULL)),tests,$(SUBSET))
 
-.PHONY: test lint format dist install FORCE
+.PHONY: test test-gpu lint format dist install FORCE
 .DELETE_ON_ERROR:
 
 test: install
 	$(VENV)/bin/python -P -m pytest $(PYTEST_FLAGS) $(TESTS)
+
+# In an environment of the user's, with jax[cuda13] and jax_moe; a skip for want of a GPU is a failure.
+GPU_PYTHON ?= $(VENV)/bin/python
+test-gpu:
+	SHARD=$(SHARD) JAX_MOE_REQUIRE=gpu1 $(GPU_PYTHON) -P -m pytest $(PYTEST_FLAGS) tests/gpu
 
 install: $(VENV)/.installed
 

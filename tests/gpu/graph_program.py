@@ -8,11 +8,13 @@ import json
 import sys
 from pathlib import Path
 
-sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[2])]
+HERE = Path(__file__).parent
+sys.path[:0] = [str(HERE.parent), str(HERE)]
 
 import cases  # noqa: E402
 import jax  # noqa: E402
 import numpy as np  # noqa: E402
+import on_gpus  # noqa: E402
 import oracle  # noqa: E402
 import origin  # noqa: E402
 import runs  # noqa: E402
@@ -32,7 +34,7 @@ CASES = [
 
 
 def main() -> None:
-    at = runs.setting(dataclasses.replace(CASES[0], capacity=24 * 4 * 4))
+    at = on_gpus.setting(dataclasses.replace(CASES[0], capacity=24 * 4 * 4))
     at.group.set_timeout(10.0, flight_timeout_s=5.0)
 
     def chain(ids, x, s):

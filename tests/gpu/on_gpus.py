@@ -9,18 +9,22 @@ import origin
 import runs
 
 
-def on_gpus(case: cases.Case, num_gpus: int) -> cases.Case:
-    """The case's group on `num_gpus` devices, hidden rounded up to what the kernels take."""
-    assert case.ranks % num_gpus == 0
+def on_gpus(case: cases.Case) -> cases.Case:
+    """One instance of the case's group, hidden rounded up to what the kernels take."""
     step = 16 // case.payload.itemsize
     return dataclasses.replace(
         case,
-        mesh=(1, 1, num_gpus),
+        mesh=(1, 1, 1),
         axes=("node", "rank"),
-        virtual_ranks=case.ranks // num_gpus,
+        virtual_ranks=case.ranks,
         num_nodes=case.nodes,
         hidden=-(-case.hidden // step) * step,
     )
+
+
+def setting(case: cases.Case) -> runs.Setting:
+    """The case on as many of the GPUs here as divide its ranks."""
+    return runs.setting_for(case, "ptx")
 
 
 # Sizes that only matter to these kernels: many chunks, the limits, a real model.

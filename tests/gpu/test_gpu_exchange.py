@@ -1,4 +1,4 @@
-"""plan, dispatch, combine and both VJPs on one GPU, every case of the suite, byte for byte."""
+"""plan, dispatch, combine and both VJPs on the GPUs here: every case of the suite, every bit."""
 
 import dataclasses
 
@@ -12,23 +12,23 @@ import runs
 
 import jax_moe
 
-CASES = [*(on_gpus.on_gpus(case, 1) for case in cases.CASES), *on_gpus.LARGER]
+CASES = [*(on_gpus.on_gpus(case) for case in cases.CASES), *on_gpus.LARGER]
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_every_bit(case):
     on_gpus.check(case, runs.run(case, "ptx"))
-    runs.setting(case).group.check()
+    on_gpus.setting(case).group.check()
 
 
-def _run_with(case: cases.Case, **changes) -> dict:
+def _run_with(case: cases.Case, implementation: str = "ptx", **changes) -> dict:
     """As `runs.run`, with changes to the group."""
-    at = runs.setting(case)
+    at = on_gpus.setting(case)
     at = dataclasses.replace(at, group=dataclasses.replace(at.group, **changes))
     operands = [
         at.place(getattr(runs.inputs(case), f.name)) for f in dataclasses.fields(runs.Inputs)
     ]
-    function = jax.jit(at.shard_map(runs.everything(at, "ptx")))
+    function = jax.jit(at.shard_map(runs.everything(at, implementation)))
     return jax.tree.map(at.stacked, jax.block_until_ready(function(*operands)))
 
 
@@ -62,7 +62,7 @@ def test_fewer_blocks_than_virtual_ranks_is_refused():
 def test_the_other_implementations_agree_on_a_gpu(name):
     """xla on the GPU gives the oracle's bits too, subnormals included."""
     case = next(case for case in CASES if case.name == name)
-    got = runs.run(case, "xla")
+    got = _run_with(case, "xla")
     ours = runs.run(case, "ptx")
     for field in (*runs.PLAN_FIELDS, "combine"):
         for a, b in zip(jax.tree.leaves(got[field]), jax.tree.leaves(ours[field]), strict=True):

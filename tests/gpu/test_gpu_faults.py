@@ -73,7 +73,7 @@ CASE = cases.Case(
 
 
 def test_a_group_can_be_closed_and_rebuilt_under_compiled_programs():
-    at, given = runs.setting(CASE), runs.inputs(CASE)
+    at, given = on_gpus.setting(CASE), runs.inputs(CASE)
     (p,) = runs.plans(CASE)
 
     def chain(ids, x, s):
@@ -136,5 +136,5 @@ def test_the_pool_must_fit():
     with pytest.raises(MemoryError, match="free beside XLA's preallocation"):
         group.reserve(tokens=65536, top_k=8, num_experts=256, hidden=7168)
     # The group is as it was.
-    case = on_gpus.on_gpus(cases.BY_NAME["virtual8_ep8"], 1)
+    case = on_gpus.on_gpus(cases.BY_NAME["virtual8_ep8"])
     on_gpus.check(case, runs.run(case, "ptx"))

@@ -4,6 +4,7 @@ import cases
 import jax
 import jax.numpy as jnp
 import numpy as np
+import on_gpus
 import oracle
 import origin
 import runs
@@ -17,7 +18,7 @@ def _case(name: str, **changes) -> cases.Case:
 
 
 def _chain(case: cases.Case):
-    at = runs.setting(case)
+    at = on_gpus.setting(case)
 
     def program(ids, x, s):
         plan = at.plan(ids, "ptx")
@@ -27,7 +28,7 @@ def _chain(case: cases.Case):
 
 
 def _operands(case: cases.Case):
-    at, given = runs.setting(case), runs.inputs(case)
+    at, given = on_gpus.setting(case), runs.inputs(case)
     return tuple(map(at.place, (given.ids, given.x, given.s)))
 
 
@@ -44,8 +45,8 @@ def _check(case: cases.Case, got) -> None:
 def test_two_groups_in_one_program():
     one = _case("two_groups_1")
     two = _case("two_groups_2", virtual_ranks=8, hidden=128, dtype="bfloat16", num_nodes=2)
-    assert runs.setting(one).group.key != runs.setting(two).group.key
-    mapped = runs.setting(one).shard_map(lambda a, b: (_chain(one)(*a), _chain(two)(*b)))
+    assert on_gpus.setting(one).group.key != on_gpus.setting(two).group.key
+    mapped = on_gpus.setting(one).shard_map(lambda a, b: (_chain(one)(*a), _chain(two)(*b)))
     function = jax.jit(mapped)
     for _ in range(5):
         first, second = function(_operands(one), _operands(two))
@@ -60,7 +61,7 @@ def test_programs_of_one_group_take_turns():
         _case("turns_eval", tokens=5, dtype="bfloat16"),
         _case("turns_other", tokens=31, hidden=256, topk=5),
     ]
-    functions = [jax.jit(runs.setting(c).shard_map(_chain(c))) for c in group_cases]
+    functions = [jax.jit(on_gpus.setting(c).shard_map(_chain(c))) for c in group_cases]
     operands = [_operands(c) for c in group_cases]
     for _ in range(10):
         results = [f(*given) for f, given in zip(functions, operands, strict=True)]
@@ -70,7 +71,7 @@ def test_programs_of_one_group_take_turns():
 
 def test_under_remat_and_scan():
     case = _case("remat_scan")
-    at, chain = runs.setting(case), _chain(case)
+    at, chain = on_gpus.setting(case), _chain(case)
 
     def loss(ids, x, s, remat):
         def layer(x, _):
@@ -92,7 +93,7 @@ def test_under_remat_and_scan():
 
 def test_waits_grow():
     case = _case("waits")
-    at = runs.setting(case)
+    at = on_gpus.setting(case)
     _check(case, jax.jit(at.shard_map(_chain(case)))(*_operands(case)))
     waited = at.group.waits()
     assert waited["dispatch"].shape == (1, 4, 4)

@@ -1,5 +1,6 @@
-"""Two GPUs of one process, through peer pointers."""
+"""What needs two GPUs of one process; test_gpu_exchange.py takes two as well where it can."""
 
+import dataclasses
 import time
 
 import cases
@@ -16,25 +17,6 @@ from jax_moe import _ffi
 
 pytestmark = pytest.mark.gpu2
 
-CASES = [
-    *(on_gpus.on_gpus(case, 2) for case in cases.CASES if case.ranks % 2 == 0),
-    *(on_gpus.on_gpus(case, 2) for case in on_gpus.LARGER if case.ranks % 2 == 0),
-]
-
-
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_every_bit(case):
-    on_gpus.check(case, runs.run(case, "ptx"))
-    runs.setting(case).group.check()
-
-
-def test_two_instances_of_a_group():
-    case = cases.Case(
-        "instances", tokens=9, experts=8, topk=3, hidden=32, mesh=(2, 1, 1), virtual_ranks=4
-    )
-    on_gpus.check(case, runs.run(case, "ptx"))
-
-
 CASE = cases.Case(
     "pair", tokens=64, experts=16, topk=4, hidden=256, mesh=(1, 1, 2), virtual_ranks=2,
     dtype="bfloat16",
@@ -50,8 +32,21 @@ def _chain(at):
     return program
 
 
+def test_two_instances_of_a_group():
+    """data=2: each GPU has a group of its own, with its own pools."""
+    case = cases.Case(
+        "instances", tokens=9, experts=8, topk=3, hidden=32, mesh=(2, 1, 1), virtual_ranks=4
+    )
+    at = runs.setting(case, "cuda")
+    operands = [
+        at.place(getattr(runs.inputs(case), f.name)) for f in dataclasses.fields(runs.Inputs)
+    ]
+    function = jax.jit(at.shard_map(runs.everything(at, "ptx")))
+    on_gpus.check(case, jax.tree.map(at.stacked, jax.block_until_ready(function(*operands))))
+
+
 def test_beside_collectives_in_one_program():
-    at, given = runs.setting(CASE), runs.inputs(CASE)
+    at, given = on_gpus.setting(CASE), runs.inputs(CASE)
 
     def program(ids, x, s):
         y, back = _chain(at)(ids, x, s)
@@ -68,7 +63,7 @@ def test_beside_collectives_in_one_program():
 
 
 def test_a_gpu_that_stays_away_is_named_and_the_group_comes_back(capfd):
-    at, given = runs.setting(CASE), runs.inputs(CASE)
+    at, given = on_gpus.setting(CASE), runs.inputs(CASE)
     function = jax.jit(at.shard_map(_chain(at)))
     operands = tuple(map(at.place, (given.ids, given.x, given.s)))
     right = [np.asarray(a) for a in function(*operands)]

@@ -1,0 +1,45 @@
+#!/usr/bin/env bash
+# gpu_check.sh [SECTION...]: builds on a machine with GPUs, runs the GPU tests within time limits, and sums up.
+# Sections in order: build smoke exchange graphs groups faults layer soak pair; by default all but the last.
+# PYTHON names the interpreter, with jax[cuda13], pytest, scikit-build-core and nanobind. The whole takes about
+# 8 minutes on one H200. Nothing can hang beyond its limit: each kernel has its deadline, each section its own.
+set -uo pipefail
+cd "$(dirname "$0")/.."
+export PATH="$(dirname "${PYTHON:=python3}"):$PATH" PYTHONUNBUFFERED=1 JAX_MOE_REQUIRE=gpu1
+export XLA_PYTHON_CLIENT_MEM_FRACTION="${XLA_PYTHON_CLIENT_MEM_FRACTION:-0.4}"
+logs=${OUT:-build/gpu_check}
+mkdir -p "$logs"
+summary=
+
+# section NAME SECONDS COMMAND...
+section() {
+  local name=$1 limit=$2 start=$SECONDS status=0
+  shift 2
+  [[ " $wanted " == *" $name "* ]] || return 0
+  echo "==> $name"
+  timeout --kill-after=10 "$limit" "$@" >"$logs/$name.log" 2>&1 || status=$?
+  tail -n "${TAIL:-15}" "$logs/$name.log"
+  summary+=$(printf '%-10s %-4s %4d s  %s' "$name" "$([[ $status == 0 ]] && echo ok || echo "$status")" \
+    $((SECONDS - start)) "$(grep -aE '^(=* ?[0-9]+ (passed|failed)|.* (passed|failed).* in )' "$logs/$name.log" | tail -n1)")$'\n'
+  return $status
+}
+tests() { "$PYTHON" -P -m pytest -q -p no:cacheprovider -p no:randomly "$@"; }
+export -f tests
+export PYTHON
+
+wanted=${*:-build smoke exchange graphs groups faults layer soak}
+nvidia-smi --query-gpu=name,driver_version,memory.used --format=csv,noheader || exit 1
+gpu=tests/gpu/test_gpu
+section build 240 "$PYTHON" -m pip install --no-build-isolation --no-deps --disable-pip-version-check -v -e . || wanted=
+section smoke 120 bash -c 'tests -x "$@"' tests ${gpu}_runtime.py "${gpu}_exchange.py::test_every_bit[one_rank]" \
+  "${gpu}_exchange.py::test_every_bit[virtual8_nodes_2]" || wanted=
+section exchange 240 bash -c 'tests --maxfail=8 "$@"' tests ${gpu}_exchange.py
+section groups 90 bash -c 'tests "$@"' tests ${gpu}_groups.py
+section faults 60 bash -c 'tests "$@"' tests ${gpu}_faults.py
+section graphs 180 bash -c 'tests -s "$@"' tests ${gpu}_graphs.py
+section layer 90 bash -c 'tests "$@"' tests ${gpu}_layer.py
+section soak 120 bash -c 'tests "$@"' tests ${gpu}_soak.py
+section pair 120 env JAX_MOE_REQUIRE=gpu2 bash -c 'tests "$@"' tests ${gpu}_pair.py
+echo "==> summary"
+printf '%s' "$summary"
+[[ -n $wanted ]] && ! grep -qvE '^[a-z]+ +ok ' <<<"${summary%$'\n'}"
