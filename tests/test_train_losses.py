@@ -1,4 +1,4 @@
-"""The same run on other meshes, with other implementations, stacked or recomputed: the same losses."""
+"""The same run on other meshes, by other implementations, stacked or recomputed: same losses."""
 
 import functools
 
@@ -16,16 +16,21 @@ FIRST = "8 devices"
 
 
 @functools.cache
-def start():
+def start(**changes):
     """The first state, as numbers."""
-    return jax.tree.map(np.asarray, Trainer(toy.CONFIG, toy.group(FIRST)).initialise())
+    trainer = Trainer(toy.changed(toy.CONFIG, **changes), toy.group(FIRST))
+    return jax.tree.map(np.asarray, toy.first_state(trainer))
 
 
 @functools.cache
-def losses(mesh: str, **changes) -> np.ndarray:
-    trainer = Trainer(toy.changed(toy.CONFIG, **changes), toy.group(mesh))
-    state = jax.device_put(start(), trainer.shardings)
-    return np.array(toy.losses(trainer, state, toy.windows(STEPS)))
+def losses(mesh: str, stacked: bool = False, **changes) -> np.ndarray:
+    scan = {"model__scan_layers": True} if stacked else {}
+    trainer = Trainer(toy.changed(toy.CONFIG, **changes, **scan), toy.group(mesh))
+    state = jax.device_put(start(**scan), trainer.shardings)
+    found = np.array(toy.losses(trainer, state, toy.windows(STEPS)))
+    assert found.shape == (STEPS,)
+    assert np.isfinite(found).all()
+    return found
 
 
 @pytest.mark.parametrize("mesh", [mesh for mesh in toy.MESHES if mesh != FIRST])
@@ -35,8 +40,12 @@ def test_meshes(mesh):
 
 @pytest.mark.parametrize("implementation", ["xla", "reference"])
 def test_implementations(implementation):
-    assert losses(FIRST).shape == (STEPS,)
     found = losses(FIRST, implementation=implementation)
+    np.testing.assert_allclose(found, losses(FIRST), rtol=1e-5)
+
+
+def test_stacked_layers_recomputed():
+    found = losses(FIRST, stacked=True, model__remat=True)
     np.testing.assert_allclose(found, losses(FIRST), rtol=1e-5)
 
 
@@ -45,5 +54,5 @@ def test_it_learns():
 
 
 def test_start_does_not_depend_on_the_mesh():
-    other = Trainer(toy.CONFIG, toy.group("2 devices, 4 virtual ranks")).initialise()
+    other = toy.first_state(Trainer(toy.CONFIG, toy.group("2 devices, 4 virtual ranks")))
     jax.tree.map(np.testing.assert_array_equal, jax.tree.map(np.asarray, other), start())

@@ -72,11 +72,20 @@ def windows(steps: int, config: Config = CONFIG) -> np.ndarray:
     return ((starts + np.arange(config.data.sequence + 1)) % 97 + 20).astype(np.uint8)
 
 
+FAST_COMPILE = {"xla_backend_optimization_level": 0}  # halves the tests' time
+
+
+def first_state(trainer: Trainer):
+    """What `trainer.initialise` returns."""
+    return trainer.initialise.lower().compile(compiler_options=FAST_COMPILE)()
+
+
 def losses(trainer: Trainer, state, batches: np.ndarray) -> list[float]:
     """Losses of one step per batch, from `state` on."""
     found = []
+    step = trainer.compile_step(FAST_COMPILE)
     for batch in batches:
-        state, metrics = trainer.step(state, jax.device_put(batch, trainer.batch_sharding))
+        state, metrics = step(state, jax.device_put(batch, trainer.batch_sharding))
         found.append(float(metrics["loss"]))
     return found
 

@@ -39,6 +39,7 @@ def command() -> str:
 
 
 def main() -> int:
+    """Runs the command line; returns its exit status."""
     config = parse()
     use_devices(config.mesh.cpu_devices)
     from train.loop import Run  # after the devices are set

@@ -61,7 +61,8 @@ class Checkpoints:
                 state=ocp.args.StandardRestore(abstract_state), data=ocp.args.JsonRestore()
             ),
         )
-        return loaded.state, loaded.data
+        return loaded["state"], loaded["data"]
 
     def close(self) -> None:
+        """Gives up the folder."""
         self._manager.close()

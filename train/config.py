@@ -9,6 +9,8 @@ import typing
 from pathlib import Path
 from typing import Any, Literal
 
+Implementation = Literal["ptx", "cpu", "xla", "reference"]
+
 
 def _refuse(condition: bool, message: str) -> None:
     if condition:
@@ -79,6 +81,7 @@ class ModelConfig:
 
     @property
     def num_moe_layers(self) -> int:
+        """Blocks with experts."""
         return self.num_layers - self.num_dense_layers
 
 
@@ -168,7 +171,7 @@ class Config:
     """The run stops here; started again with more, it runs on."""
     seed: int = 0
     """Of initialisation and data order."""
-    implementation: Literal["ptx", "cpu", "xla", "reference"] | None = None
+    implementation: Implementation | None = None
     """What carries the tokens; None is the fastest that this backend has."""
     run_dir: str | None = None
     """Folder of log, plot and checkpoints; None for runs/NAME."""

@@ -6,10 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-from flax import nnx
 
 from train.config import ModelConfig
-from train.model import LanguageModel
 
 # This model's part: Hugging Face's. Their matrices are [out, in], ours [in, out].
 _ATTENTION = {
@@ -122,25 +120,3 @@ def _experts(names: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     if "mlp.gate.e_score_correction_bias" in names:
         found["mlp/bias"] = names["mlp.gate.e_score_correction_bias"]
     return found
-
-
-def by_path(state: nnx.State) -> dict[str, Any]:
-    """Returns a state's arrays by path, as `from_hugging_face` names them."""
-    return {"/".join(map(str, path)): leaf[...] for path, leaf in nnx.to_flat_state(state)}
-
-
-def load(model: LanguageModel, arrays: Mapping[str, np.ndarray]) -> None:
-    """Sets every variable of the model.
-
-    Raises:
-      ValueError: a path is missing, unknown, or of another shape.
-    """
-    flat = dict(nnx.to_flat_state(nnx.state(model)))
-    paths = {"/".join(map(str, path)): variable for path, variable in flat.items()}
-    if paths.keys() != arrays.keys():
-        raise ValueError(f"missing or unknown: {sorted(paths.keys() ^ arrays.keys())}.")
-    for path, variable in paths.items():
-        if variable.shape != arrays[path].shape:
-            raise ValueError(f"{path}: shape {arrays[path].shape}, expected {variable.shape}.")
-        variable.set_value(np.asarray(arrays[path], variable.dtype))
-    nnx.update(model, nnx.from_flat_state(flat))

@@ -96,8 +96,8 @@ class Run:
         self.trainer = Trainer(config, self.group)
         self.checkpoints = Checkpoints(config.folder, config.keep_checkpoints)
         console.print(
-            f"{config.name}: {self.trainer.num_params / 1e6:.3f} M parameters, {len(text):,} bytes of "
-            f"text, {self.group}, mesh {dict(self.group.mesh.shape)}",
+            f"{config.name}: {self.trainer.num_params / 1e6:.3f} M parameters, "
+            f"{len(text):,} bytes of text, {self.group}",
             highlight=False,
             soft_wrap=True,
         )
@@ -155,9 +155,7 @@ class Run:
     def _compile(self, reporter: Reporter):
         """Compiles the step before the clock of the first one starts."""
         begin = time.perf_counter()
-        shape = (self.config.data.batch, self.config.data.sequence + 1)
-        windows = jax.ShapeDtypeStruct(shape, np.uint8, sharding=self.trainer.batch_sharding)
-        compiled = self.trainer.step.lower(self.trainer.abstract_state, windows).compile()
+        compiled = self.trainer.compile_step()
         reporter.say(f"compiled in {time.perf_counter() - begin:.0f} s")
         reporter.skip_time()
         return compiled

@@ -1,9 +1,10 @@
-"""A decoder-only language model of DeepSeek-V3 blocks: latent attention, then a dense MLP or experts."""
+"""A decoder-only language model of DeepSeek-V3 blocks: latent attention, dense MLP or experts."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 
 import jax_moe
-from train.config import ModelConfig
+from train.config import Implementation, ModelConfig
 
 
 class Parts:
@@ -25,6 +26,7 @@ class Parts:
         self.kernel_init = nnx.initializers.normal(config.init_std)
 
     def linear(self, features_in: int, features_out: int) -> nnx.Linear:
+        """A matrix without bias."""
         return nnx.Linear(
             features_in,
             features_out,
@@ -34,14 +36,23 @@ class Parts:
             rngs=self.rngs,
         )
 
-    def norm(self, features: int) -> nnx.RMSNorm:
-        return nnx.RMSNorm(
-            features,
-            epsilon=self.config.norm_eps,
-            dtype=self.dtype,
-            use_fast_variance=False,
-            rngs=self.rngs,
-        )
+    def norm(self, features: int) -> Norm:
+        """A norm over the last axis."""
+        return Norm(features, self.config.norm_eps, self.dtype)
+
+
+class Norm(nnx.Module):
+    """Division by the root mean square, times a scale, in float32."""
+
+    def __init__(self, features: int, eps: float, dtype: jnp.dtype):
+        self.eps, self.dtype = eps, dtype
+        self.scale = nnx.Param(jnp.ones(features, jnp.float32))
+
+    def __call__(self, x: Float[Array, "*batch features"]) -> Array:
+        """Returns the normed x, in the type of the computation."""
+        x = x.astype(jnp.float32)
+        square = jnp.mean(x * x, axis=-1, keepdims=True)
+        return (x * lax.rsqrt(square + self.eps) * self.scale[...]).astype(self.dtype)
 
 
 def rotate(x: Float[Array, "... dim"], angles: Float[Array, "... half"]) -> Array:
@@ -79,6 +90,7 @@ class Attention(nnx.Module):
         self.out = parts.linear(c.num_heads * c.value_dim, c.hidden)
 
     def __call__(self, x: Float[Array, "batch length hidden"]) -> Array:
+        """Mixes every token with those before it: [batch, length, hidden]."""
         c = self.config
         batch, length, _ = x.shape
         heads = (batch, length, c.num_heads, -1)
@@ -112,10 +124,11 @@ class DenseMLP(nnx.Module):
         self.down = parts.linear(c.dense_width, c.hidden)
 
     def __call__(self, x: Array) -> tuple[Array, None]:
+        """Returns (output, no stats), as the expert layer does."""
         return self.down(jax.nn.silu(self.gate(x)) * self.up(x)), None
 
 
-def make_experts(parts: Parts, group: jax_moe.ExpertGroup, implementation: str | None):
+def make_experts(parts: Parts, group: jax_moe.ExpertGroup, implementation: Implementation | None):
     """Makes the expert-parallel layer of a block."""
     c = parts.config
     router = jax_moe.RouterConfig(
@@ -142,13 +155,14 @@ def make_experts(parts: Parts, group: jax_moe.ExpertGroup, implementation: str |
 class Block(nnx.Module):
     """Attention and an MLP, each after a norm and added to the residual stream."""
 
-    def __init__(self, parts: Parts, make_mlp: Callable[[Parts], Callable]):
+    def __init__(self, parts: Parts, make_mlp: Callable[[Parts], nnx.Module]):
         self.attention_norm = parts.norm(parts.config.hidden)
         self.attention = Attention(parts)
         self.mlp_norm = parts.norm(parts.config.hidden)
-        self.mlp = make_mlp(parts)
+        self.mlp: Any = make_mlp(parts)
 
     def __call__(self, x: Array):
+        """Returns (output, the expert layer's stats or None)."""
         x = x + self.attention(self.attention_norm(x))
         y, stats = self.mlp(self.mlp_norm(x))
         return x + y, stats
@@ -165,7 +179,12 @@ class LanguageModel(nnx.Module):
     """
 
     def __init__(
-        self, config: ModelConfig, group: jax_moe.ExpertGroup, implementation=None, *, seed
+        self,
+        config: ModelConfig,
+        group: jax_moe.ExpertGroup,
+        implementation: Implementation | None = None,
+        *,
+        seed: int,
     ):
         self.config, self.group = config, group
         # One stream per block, so that a block starts alike whether it is stacked or not.
@@ -185,6 +204,7 @@ class LanguageModel(nnx.Module):
         def make_block(key):
             return Block(Parts(config, nnx.Rngs(key)), experts)
 
+        self.moe_blocks: Block | nnx.List
         if config.scan_layers and config.num_moe_layers:
             self.moe_blocks = stack_blocks(make_block, moe)
         else:
@@ -193,7 +213,7 @@ class LanguageModel(nnx.Module):
         self.head = ends.linear(config.hidden, config.vocab_size)
 
     def __call__(self, tokens: Int[Array, "batch length"]):
-        """Returns logits float32 [batch, length, vocab], and the MoE layers' stats stacked [layers, ...]."""
+        """Returns (logits float32 [batch, length, vocab], the MoE layers' stats [layers, ...])."""
         mesh = self.group.mesh
         split = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
 
@@ -210,7 +230,7 @@ class LanguageModel(nnx.Module):
         x = lax.with_sharding_constraint(self.embedding(tokens), split)
         for block in self.dense_blocks:
             x, _ = run(x, block)
-        if self.config.scan_layers and self.config.num_moe_layers:
+        if isinstance(self.moe_blocks, Block):
             x, stats = scan_blocks(run, x, self.moe_blocks)
         else:
             each = []
@@ -223,7 +243,7 @@ class LanguageModel(nnx.Module):
 
     def update_biases(self, counts: Int[Array, "layers experts"], step_size) -> None:
         """Moves every routing bias one step, from the optimizer step's global token counts."""
-        if self.config.scan_layers:
+        if isinstance(self.moe_blocks, Block):
             self.moe_blocks.mlp.update_bias(counts, step_size)
             return
         for block, layer_counts in zip(self.moe_blocks, counts, strict=True):

@@ -10,8 +10,8 @@ import numpy as np
 
 from train.report import read_log
 
-matplotlib.use("Agg")
-from matplotlib import pyplot  # noqa: E402  (after the choice of a backend without a screen)
+matplotlib.use("Agg")  # needs no screen; before pyplot
+from matplotlib import pyplot
 
 _WINDOW = 50  # steps of the running mean
 
@@ -86,6 +86,7 @@ def _draw_balance(axes, x: np.ndarray, steps: list[dict]) -> None:
 
 
 def main() -> None:
+    """Plots the folder named on the command line."""
     if len(sys.argv) != 2:
         raise SystemExit("usage: python -m train.plot RUN_FOLDER")
     print(plot(Path(sys.argv[1])))

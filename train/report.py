@@ -43,10 +43,12 @@ class Log:
         self._file = path.open("a", encoding="utf-8")
 
     def write(self, record: dict[str, Any]) -> None:
+        """Adds a record, at once."""
         self._file.write(json.dumps(record) + "\n")
         self._file.flush()
 
     def close(self) -> None:
+        """Closes the file."""
         self._file.close()
 
 
@@ -119,7 +121,7 @@ class Reporter:
         self._console.print(text, highlight=False, soft_wrap=True)
 
     def skip_time(self) -> None:
-        """Leaves the time since the last step (a checkpoint, a validation) out of the next one's."""
+        """Leaves the time since the last step (spent on saving, validating) out of the next."""
         self._last = time.perf_counter()
 
     def step(self, step: int, metrics: dict[str, Any], data_s: float) -> None:

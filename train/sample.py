@@ -1,4 +1,4 @@
-"""Writes text from a run's last checkpoint: python -m train.sample [RUN_FOLDER] [--key value ...]."""
+"""Writes text from a run's last checkpoint: python -m train.sample [RUN_FOLDER] [--help]."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def make_writer(trainer: Trainer, length: int, temperature: float):
     window = trainer.config.data.sequence
 
     def write(state, tokens: Int[Array, " total"], start, key) -> Array:
-        model = trainer.model(state)
+        model = trainer.model(state.params, state.biases)
 
         def add(place, tokens):
             # The window slides; positions past `place` are not seen by causal attention.
@@ -87,6 +87,7 @@ def sample(options: Options) -> str:
 
 
 def main() -> int:
+    """Runs the command line; returns its exit status."""
     try:
         print(sample(tyro.cli(Options, prog="python -m train.sample", description=__doc__)))
     except ValueError as error:

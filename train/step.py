@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int, UInt8
 
 import jax_moe
@@ -17,11 +18,18 @@ from train.model import LanguageModel
 
 
 class TrainState(NamedTuple):
-    """Everything that a step changes."""
+    """Everything that a step changes.
 
-    params: nnx.State
-    biases: nnx.State
-    optimizer: Any
+    Attributes:
+      params: float32, by path in the model.
+      biases: float32, by path: the routing biases.
+      optimizer: AdamW's means and counts.
+      step: steps done.
+    """
+
+    params: dict[str, Array]
+    biases: dict[str, Array]
+    optimizer: optax.OptState
     step: Int[Array, ""]
 
 
@@ -64,10 +72,11 @@ class Trainer:
     def __init__(self, config: Config, group: jax_moe.ExpertGroup):
         self.config, self.group = config, group
         self.optimizer = make_optimizer(config.optimizer)
-        abstract_model = nnx.eval_shape(self._make_model)
-        self.graph, params, _ = nnx.split(abstract_model, nnx.Param, ...)
-        self.num_params = sum(leaf.size for leaf in jax.tree.leaves(params))
-        self.abstract_state = place(jax.eval_shape(self._make_state), group.mesh)
+        model = nnx.eval_shape(self._make_model)
+        self._graph, *self._templates = nnx.split(model, nnx.Param, ...)
+        specs = partition_specs(self._templates[0])
+        self.abstract_state = place(jax.eval_shape(self._make_state), specs, group.mesh)
+        self.num_params = sum(leaf.size for leaf in self.abstract_state.params.values())
         self.shardings = jax.tree.map(lambda leaf: leaf.sharding, self.abstract_state)
         self.batch_sharding = NamedSharding(group.mesh, PartitionSpec(group.mesh.axis_names))
         whole = NamedSharding(group.mesh, PartitionSpec())
@@ -75,20 +84,32 @@ class Trainer:
         self.step = jax.jit(self._step, donate_argnums=0, out_shardings=(self.shardings, whole))
         self.evaluate = jax.jit(self._evaluate, out_shardings=whole)
 
+    def compile_step(self, options: dict[str, Any] | None = None) -> Any:
+        """Compiles `step` for the run's batch, with XLA's `options`; nothing runs."""
+        shape = (self.config.data.batch, self.config.data.sequence + 1)
+        windows = jax.ShapeDtypeStruct(shape, jnp.uint8, sharding=self.batch_sharding)
+        return self.step.lower(self.abstract_state, windows).compile(compiler_options=options)
+
     def _make_model(self) -> LanguageModel:
         config = self.config
         return LanguageModel(config.model, self.group, config.implementation, seed=config.seed)
 
     def _make_state(self) -> TrainState:
-        _, params, biases = nnx.split(self._make_model(), nnx.Param, ...)
+        params, biases = self._arrays(self._make_model())
         return TrainState(params, biases, self.optimizer.init(params), jnp.int32(0))
 
-    def model(self, state: TrainState) -> LanguageModel:
-        """Returns the model that `state` describes."""
-        return nnx.merge(self.graph, state.params, state.biases)
+    def _arrays(self, model: LanguageModel) -> tuple[dict[str, Array], dict[str, Array]]:
+        _, params, biases = nnx.split(model, nnx.Param, ...)
+        return to_arrays(params), to_arrays(biases)
+
+    def model(self, params: dict[str, Array], biases: dict[str, Array]) -> LanguageModel:
+        """Returns the model that has these arrays."""
+        params_template, biases_template = self._templates
+        states = to_state(params, params_template), to_state(biases, biases_template)
+        return nnx.merge(self._graph, *states)
 
     def _loss(self, params, biases, windows):
-        model = nnx.merge(self.graph, params, biases)
+        model = self.model(params, biases)
         tokens = windows.astype(jnp.int32)
         logits, stats = model(tokens[:, :-1])
         loss = cross_entropy(logits, tokens[:, 1:]).mean()
@@ -100,45 +121,65 @@ class Trainer:
     def _step(self, state: TrainState, windows: UInt8[Array, "batch window"]):
         gradient = jax.grad(self._loss, has_aux=True)
         grads, (loss, stats) = gradient(state.params, state.biases, windows)
-        updates, optimizer = self.optimizer.update(grads, state.optimizer, state.params)
+        with jax.numpy_dtype_promotion("standard"):  # optax mixes counts and rates
+            updates, optimizer = self.optimizer.update(grads, state.optimizer, state.params)
+            learning_rate = schedule(self.config.optimizer)(state.step)
         params = optax.apply_updates(state.params, updates)
         metrics = {
             "loss": loss,
-            "grad_norm": optax.global_norm(grads),
-            "learning_rate": schedule(self.config.optimizer)(state.step),
+            "grad_norm": jnp.sqrt(sum(jnp.vdot(grad, grad) for grad in grads.values())),
+            "learning_rate": learning_rate,
         }
         biases = state.biases
         if stats is not None:
-            model = nnx.merge(self.graph, params, biases)
+            model = self.model(params, biases)
             model.update_biases(stats.counts, self.config.optimizer.bias_step)
-            biases = nnx.split(model, nnx.Param, ...)[2]
+            _, biases = self._arrays(model)
             metrics["moe"] = stats
         return TrainState(params, biases, optimizer, state.step + 1), metrics
 
     def _evaluate(self, state: TrainState, windows: UInt8[Array, "batch window"], weights):
         """Returns the summed -log p of the windows' predictions, each window times its weight."""
         tokens = windows.astype(jnp.int32)
-        logits, _ = self.model(state)(tokens[:, :-1])
+        logits, _ = self.model(state.params, state.biases)(tokens[:, :-1])
         return jnp.vdot(cross_entropy(logits, tokens[:, 1:]).sum(axis=1), weights)
 
 
-def place(state: TrainState, mesh: Mesh) -> TrainState:
-    """Gives every array of an abstract state its sharding: experts over the group, the rest whole.
+def to_arrays(state: nnx.State) -> dict[str, Any]:
+    """Returns a state's arrays by path, as "moe_blocks/0/mlp/down"."""
+    return {"/".join(map(str, path)): leaf.get_value() for path, leaf in nnx.to_flat_state(state)}
 
-    The expert layer names the axes of its weights (`out_sharding`); the optimizer's means carry the
-    same names.
+
+def to_state(arrays: Mapping[str, Any], template: nnx.State) -> nnx.State:
+    """Puts arrays by path into the variables of `template`."""
+    flat = nnx.to_flat_state(template)
+    return nnx.from_flat_state(
+        [(path, leaf.replace(arrays["/".join(map(str, path))])) for path, leaf in flat]
+    )
+
+
+def partition_specs(state: nnx.State) -> dict[str, PartitionSpec]:
+    """Returns by path how each variable is spread: experts over the group, the rest not at all.
+
+    The expert layer names the axes of its weights (`out_sharding`).
     """
-
-    def of_leaf(leaf):
-        if not isinstance(leaf, nnx.Variable):
-            return with_axes(leaf, ())
+    specs = {}
+    for path, leaf in nnx.to_flat_state(state):
         names = tuple(leaf.get_metadata("out_sharding", None) or ())
         # Stacked layers have a leading axis that the layer itself does not know of.
-        names = (None,) * (leaf.ndim - len(names)) + names if names else ()
-        return leaf.replace(with_axes(leaf.get_value(), names))
+        missing = (None,) * (leaf.get_value().ndim - len(names)) if names else ()
+        specs["/".join(map(str, path))] = PartitionSpec(*missing, *names)
+    return specs
 
-    def with_axes(array, names):
-        sharding = NamedSharding(mesh, PartitionSpec(*names))
-        return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding)
 
-    return jax.tree.map(of_leaf, state, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
+def place(
+    state: TrainState, specs: Mapping[str, PartitionSpec], mesh: Mesh | AbstractMesh
+) -> TrainState:
+    """Gives every array of an abstract state its sharding; the optimizer's means have `specs`."""
+
+    def with_sharding(path, leaf):
+        spec = specs.get(getattr(path[-1], "key", ""), PartitionSpec())
+        sharding = NamedSharding(mesh, spec)
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+    return jax.tree_util.tree_map_with_path(with_sharding, state)

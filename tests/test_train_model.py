@@ -1,0 +1,48 @@
+"""The model itself: causality, rotation, types."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import toy
+
+from train.model import rotate
+from train.step import Trainer
+
+pytestmark = pytest.mark.cpu
+
+
+def test_rotation_is_of_neighbouring_pairs():
+    x = np.random.default_rng(0).normal(size=(5, 3, 8)).astype(np.float32)
+    angles = np.random.default_rng(1).normal(size=(5, 1, 4)).astype(np.float32)
+    turned = np.asarray(rotate(jnp.asarray(x), jnp.asarray(angles)))
+    complex_x = x[..., 0::2] + 1j * x[..., 1::2]
+    expected = complex_x * np.exp(1j * angles)
+    np.testing.assert_allclose(turned[..., :4] + 1j * turned[..., 4:], expected, rtol=1e-5)
+
+
+def logits(config, *batches):
+    trainer = Trainer(config, toy.group("2 devices, 4 virtual ranks"))
+    state = toy.first_state(trainer)
+    function = jax.jit(lambda tokens: trainer.model(state.params, state.biases)(tokens)[0])
+    tokens = [jnp.asarray(batch, jnp.int32) for batch in batches]
+    compiled = function.lower(tokens[0]).compile(compiler_options=toy.FAST_COMPILE)
+    return [np.asarray(compiled(batch)) for batch in tokens]
+
+
+def test_a_token_sees_only_those_before_it():
+    tokens = toy.windows(1)[0][:, :-1]
+    changed = tokens.copy()
+    changed[:, 15] += 1
+    first, second = logits(toy.CONFIG, tokens, changed)
+    np.testing.assert_array_equal(first[:, :15], second[:, :15])
+    assert (first[:, 15:] != second[:, 15:]).any(axis=-1).mean() > 0.9
+
+
+def test_bfloat16_computation_is_near_and_its_logits_are_float32():
+    tokens = toy.windows(1)[0][:, :-1]
+    (exact,) = logits(toy.CONFIG, tokens)
+    (rounded,) = logits(toy.changed(toy.CONFIG, model__dtype="bfloat16"), tokens)
+    assert rounded.dtype == np.float32
+    assert not np.array_equal(exact, rounded)
+    assert np.abs(exact - rounded).max() < 0.05 * np.abs(exact).max()
