@@ -100,6 +100,17 @@ def test_checkpoint_recomputes_the_plan():
     assert calls == {False: 1, True: 2}
 
 
+def test_checkpoint_around_the_shard_map():
+    at = runs.setting(CASE)
+    mapped = jax.checkpoint(at.shard_map(lambda ids, x, s: layer(x, s, at.plan(ids, None))))
+
+    def program(ids, x, s, dy, ds):
+        out, vjp = jax.vjp(lambda x, s: mapped(ids, x, s), x, s)
+        return *out, *vjp((dy, ds))
+
+    check(at, jax.jit(program)(*placed(at)))
+
+
 def test_compiled_program_has_our_calls_and_no_collective():
     at = runs.setting(CASE)
     program = at.shard_map(layer_and_vjp(lambda ids: at.plan(ids, "cpu")))
