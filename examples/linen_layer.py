@@ -1,7 +1,7 @@
 """An expert-parallel MoE layer in Flax Linen, written on jax_moe's bare operations.
 
 `jax_moe.MoE` is an nnx layer; a foreign layer needs only `route`, `plan`, `dispatch`,
-`grouped_matmul` and `combine` inside one `jax.shard_map`. Run it on eight CPU devices:
+`grouped_swiglu` and `combine` inside one `jax.shard_map`. Run it on eight CPU devices:
 
     JAX_NUM_CPU_DEVICES=8 python examples/linen_layer.py
 """
@@ -54,9 +54,8 @@ def moe(config, group, x, router, bias, gate_up, down):
     routing = jax_moe.route(x @ router, bias, config)
     plan = jax_moe.plan(routing.expert_ids, group=group, num_experts=config.num_experts)
     rows, row_s = jax_moe.dispatch(x, routing.weights, plan)
-    sizes = plan.group_sizes
-    rows = jax_moe.grouped_swiglu(jax_moe.grouped_matmul(rows, gate_up, sizes), row_s, sizes)
-    y, _ = jax_moe.combine(jax_moe.grouped_matmul(rows, down, sizes), row_s, plan)
+    rows = jax_moe.grouped_swiglu(rows, row_s, gate_up, down, plan.group_sizes)
+    y, _ = jax_moe.combine(rows, row_s, plan)
     chosen = jax.nn.one_hot(routing.expert_ids, config.num_experts, dtype=jnp.int32)
     return y, jax.lax.psum(chosen.sum((0, 1)), group.mesh.axis_names)
 

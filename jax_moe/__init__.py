@@ -6,7 +6,8 @@ from jax_moe._balance import MoEStats, RouterBias, sequence_balance_loss, update
 from jax_moe._cuda import pool_bytes
 from jax_moe._exchange import combine, dispatch
 from jax_moe._group import ExpertGroup, make_mesh
-from jax_moe._grouped_matmul import grouped_matmul, grouped_swiglu
+from jax_moe._grouped_matmul import grouped_matmul
+from jax_moe._grouped_swiglu import grouped_swiglu
 from jax_moe._moe import MoE
 from jax_moe._plan import Plan, plan, row_capacity
 from jax_moe._router import RouterConfig, Routing, route

@@ -19,9 +19,11 @@ from jax_moe import _balance, _implementation
 from jax_moe._balance import MoEStats, RouterBias
 from jax_moe._exchange import combine, dispatch
 from jax_moe._group import ExpertGroup
-from jax_moe._grouped_matmul import Engine, grouped_matmul, grouped_swiglu, sum_dtype
+from jax_moe._grouped_matmul import Engine
+from jax_moe._grouped_swiglu import grouped_swiglu
 from jax_moe._plan import plan
 from jax_moe._router import RouterConfig, route
+from jax_moe._row_blocks import sum_dtype
 
 
 class MoE(nnx.Module):
@@ -244,12 +246,15 @@ def _local_experts(
     )
     scalars = routing.weights.astype(sum_dtype(dtype))
     rows, row_s = dispatch(x.astype(dtype), scalars, exchange)
-    sizes, ranks, engine = exchange.group_sizes, group.virtual_ranks, settings.engine
-    matmul = functools.partial(grouped_matmul, virtual_ranks=ranks, engine=engine)
-    rows = matmul(rows, gate_up.astype(dtype), sizes)
-    # The gate weights go in before the down projection, where a row is narrowest.
-    rows = grouped_swiglu(rows, row_s, sizes, virtual_ranks=ranks, engine=engine)
-    rows = matmul(rows, down.astype(dtype), sizes)
+    rows = grouped_swiglu(
+        rows,
+        row_s,
+        gate_up.astype(dtype),
+        down.astype(dtype),
+        exchange.group_sizes,
+        virtual_ranks=group.virtual_ranks,
+        engine=settings.engine,
+    )
     y, _ = combine(rows, row_s, exchange)
     # For the auxiliary loss: out there, the partitioner would gather all scores for a top-k.
     chosen = _balance.top_experts(logits, config)

@@ -1,4 +1,4 @@
-"""Grouped matmul and gate against loops in numpy float64, with NaN in every row past the groups."""
+"""Grouped matmul and SwiGLU against loops in numpy float64, with NaN in the rows past the groups."""
 
 import functools
 
@@ -88,32 +88,57 @@ def test_product_and_gradients(name, engine):
     assert not d_weights[sizes == 0].any()
 
 
-@pytest.mark.parametrize("name", ["empty_first_middle_last", "three_ranks"])
-def test_gate_and_gradients(name):
-    rows, _, sizes, cotangent, real = operands(name, inner=8, outer=4)
+def swiglu_in_float64(name: str, rows, row_s, gate_up, down, cotangent):
+    """The result and the gradients of all four operands, group by group."""
+    arrays = [np.float64(a) for a in (rows, row_s, gate_up, down, cotangent)]
+    rows, row_s, gate_up, down, cotangent = arrays
+    out = np.zeros_like(rows)
+    d_rows, d_s, d_in, d_out = (np.zeros_like(a) for a in arrays[:4])
+    for e, start, size in groups(name):
+        here = slice(start, start + size)
+        gate, up = np.hsplit(rows[here] @ gate_up[e], 2)
+        sigmoid = 1 / (1 + np.exp(-gate))
+        product, s = gate * sigmoid * up, row_s[here, None]
+        out[here] = (product * s) @ down[e]
+        d_hidden = cotangent[here] @ down[e].T
+        d_gate = d_hidden * s * up * sigmoid * (1 + gate * (1 - sigmoid))
+        d_inner = np.hstack([d_gate, d_hidden * s * gate * sigmoid])
+        d_rows[here] = d_inner @ gate_up[e].T
+        d_s[here] = (d_hidden * product).sum(1)
+        d_in[e] = rows[here].T @ d_inner
+        d_out[e] = (product * s).T @ cotangent[here]
+    return out, d_rows, d_s, d_in, d_out
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("name", ["empty_first_middle_last", "few_rows", "three_ranks"])
+def test_swiglu_and_gradients(name, engine):
+    rows, gate_up, sizes, _, real = operands(name, inner=7, outer=10)
+    _, down, _, cotangent, _ = operands(name, inner=5, outer=7)
     row_s = np.where(real, np.linspace(-1, 2, len(rows)), np.nan).astype(np.float32)
 
-    @functools.partial(jax.jit, static_argnames="engine")
-    def run(rows, row_s, cotangent, engine):
-        gate = functools.partial(
-            jax_moe.grouped_swiglu,
-            group_sizes=jnp.asarray(sizes),
-            virtual_ranks=LAYOUTS[name][0],
-            engine=engine,
+    @jax.jit
+    def run(cotangent, *arguments):
+        out, pull = jax.vjp(
+            functools.partial(
+                jax_moe.grouped_swiglu,
+                group_sizes=jnp.asarray(sizes),
+                virtual_ranks=LAYOUTS[name][0],
+                engine=engine,
+            ),
+            *arguments,
         )
-        out, pull = jax.vjp(gate, rows, row_s)
         return out, *pull(cotangent)
 
-    gate, up = np.float64(rows[real, :4]), np.float64(rows[real, 4:])
-    sigmoid, s = 1 / (1 + np.exp(-gate)), row_s[real, None]
-    d_gate = cotangent[real] * up * s * sigmoid * (1 + gate * (1 - sigmoid))
-    d_up = cotangent[real] * gate * sigmoid * s
-    d_s = (cotangent[real] * gate * sigmoid * up).sum(1)
-    for engine in ENGINES:
-        out, d_rows, d_row_s = (np.asarray(a)[real] for a in run(rows, row_s, cotangent, engine))
-        np.testing.assert_allclose(out, gate * sigmoid * up * s, rtol=2e-5, atol=1e-6)
-        np.testing.assert_allclose(d_rows, np.hstack([d_gate, d_up]), rtol=2e-5, atol=1e-6)
-        np.testing.assert_allclose(d_row_s, d_s, rtol=2e-5, atol=2e-6)
+    got = [np.asarray(a) for a in run(cotangent, rows, row_s, gate_up, down)]
+    want = swiglu_in_float64(name, rows, row_s, gate_up, down, cotangent)
+    for name_of, g, w in zip(("out", "rows", "row_s", "in", "down"), got, want, strict=True):
+        if name_of in ("out", "rows", "row_s"):
+            g, w = g[real], w[real]
+        scale = np.abs(w).max(initial=0)
+        np.testing.assert_allclose(g, w, rtol=1e-5, atol=1e-6 * scale, err_msg=name_of)
+    assert not got[0][~real].any()
+    assert not got[3][sizes == 0].any() and not got[4][sizes == 0].any()
 
 
 def test_bfloat16_adds_in_float32():
@@ -176,3 +201,12 @@ def test_refusals_name_the_values(change, message):
     }
     with pytest.raises(ValueError, match=message):
         jax_moe.grouped_matmul(**(arguments | change))
+
+
+def test_swiglu_refuses_weights_and_factors_of_other_shapes():
+    rows, sizes = jnp.zeros((8, 4)), jnp.zeros(2, jnp.int32)
+    fits = jnp.zeros((2, 4, 6)), jnp.zeros((2, 3, 4))
+    with pytest.raises(ValueError, match=r"down .*2, 4, 3"):
+        jax_moe.grouped_swiglu(rows, jnp.zeros(8), fits[0], jnp.zeros((2, 4, 3)), sizes)
+    with pytest.raises(ValueError, match=r"row_s has shape \(7,\)"):
+        jax_moe.grouped_swiglu(rows, jnp.zeros(7), *fits, sizes)

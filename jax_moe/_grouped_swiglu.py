@@ -1,0 +1,163 @@
+"""The SwiGLU experts over rows sorted by expert, at the cost of the real rows only.
+
+On CPU both directions are one loop over blocks of rows, which takes a block through both matmuls
+while it is in the cache; between forward and backward only the block's gate and up are kept. On
+other backends two grouped matmuls and one elementwise pass.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from jax_moe._grouped_matmul import Engine, check_operands, grouped_matmul, resolve_engine
+from jax_moe._row_blocks import (
+    fold_rows,
+    group_starts,
+    read,
+    read_counting,
+    sum_dtype,
+    vary_alike,
+    write,
+    zeros,
+)
+
+
+def grouped_swiglu(
+    rows: Float[Array, "rows hidden"],
+    row_s: Float[Array, " rows"],
+    gate_up: Float[Array, "experts hidden twice_width"],
+    down: Float[Array, "experts width hidden"],
+    group_sizes: Int[Array, " experts"],
+    *,
+    virtual_ranks: int = 1,
+    engine: Engine | None = None,
+) -> Float[Array, "rows hidden"]:
+    """Takes each expert's rows x through (silu(x gate) * (x up) * s) down.
+
+    The gradients of an expert without rows are exact zeros. Rows past the last group reach no
+    result, whatever they hold.
+
+    Args:
+      rows: floating point [V*C, H], sorted by expert within each virtual rank.
+      row_s: floating point [V*C], a factor per row: the gate weight of its (token, k). It goes in
+        before the down projection, where a row is narrowest.
+      gate_up: the rows' dtype [V*E, H, 2*W], the gate in the first W columns.
+      down: the same [V*E, W, H].
+      group_sizes: int32 [V*E], rows of each expert; a virtual rank's sum is at most C.
+      virtual_ranks: V.
+      engine: "blocks" or "ragged_dot"; None takes "blocks" where JAX's default backend is the
+        CPU. "blocks" cannot be differentiated twice.
+
+    Returns:
+      [V*C, H] of the rows' dtype; zero past the last group.
+
+    Raises:
+      ValueError: the shapes or dtypes do not fit each other.
+    """
+    check_operands(rows, gate_up, group_sizes, virtual_ranks)
+    wanted = (gate_up.shape[0], gate_up.shape[2] // 2, rows.shape[1])
+    if gate_up.shape[2] % 2 or down.shape != wanted or down.dtype != rows.dtype:
+        raise ValueError(
+            f"grouped_swiglu with gate_up {gate_up.dtype}{list(gate_up.shape)} and down "
+            f"{down.dtype}{list(down.shape)}: gate_up must be [V*E, H, 2*W], and down [V*E, W, H] "
+            "of the rows' dtype."
+        )
+    if row_s.shape != rows.shape[:1]:
+        raise ValueError(f"row_s has shape {row_s.shape}: it must be ({len(rows)},), one a row.")
+    if resolve_engine(engine) == "blocks":
+        return _swiglu(virtual_ranks, *vary_alike(rows, row_s, gate_up, down, group_sizes))
+    matmul = functools.partial(
+        grouped_matmul,
+        group_sizes=group_sizes,
+        virtual_ranks=virtual_ranks,
+        engine="ragged_dot",
+    )
+    return matmul(gate(matmul(rows, gate_up), row_s), down)
+
+
+def gate(gate_up: Float[Array, "rows twice_width"], row_s: Float[Array, " rows"]) -> Array:
+    """silu(gate) * up * row_s in float32, rounded once to gate_up's dtype: [C, 2*W] -> [C, W]."""
+    wide = sum_dtype(gate_up.dtype)
+    gate, up = jnp.split(gate_up.astype(wide), 2, axis=1)
+    return (jax.nn.silu(gate) * up * row_s.astype(wide)[:, None]).astype(gate_up.dtype)
+
+
+def _matmul(a: Array, b: Array, contract: tuple[int, int], dtype=None) -> Array:
+    """A product of two matrices, added in float32 and returned in `dtype` (a's by default)."""
+    dims = (((contract[0],), (contract[1],)), ((), ()))
+    product = lax.dot_general(a, b, dims, preferred_element_type=sum_dtype(a.dtype))
+    return product.astype(dtype or a.dtype)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _swiglu(virtual_ranks: int, rows, row_s, gate_up, down, sizes):
+    return _forward(virtual_ranks, False, rows, row_s, gate_up, down, sizes)[0]
+
+
+def _forward(virtual_ranks, keep, rows, row_s, gate_up, down, sizes):
+    """The result, and with `keep` the gate and up of every row, [V*C, 2*W]."""
+    num_rows = rows.shape[0]
+    starts = group_starts(sizes, virtual_ranks, num_rows)
+
+    def expert(e, outs):
+        w_in, w_out = (lax.dynamic_index_in_dim(w, e, keepdims=False) for w in (gate_up, down))
+
+        def step(first, counts, outs):
+            inner = _matmul(read(rows, first), w_in, (1, 0))
+            out = _matmul(gate(inner, read(row_s, first)), w_out, (1, 0))
+            blocks = (out, inner)[: len(outs)]
+            return tuple(write(o, first, counts, b) for o, b in zip(outs, blocks, strict=True))
+
+        return fold_rows(starts[e], sizes[e], num_rows, step, outs)
+
+    widths = (rows.shape[1], gate_up.shape[2]) if keep else (rows.shape[1],)
+    outs = tuple(zeros((num_rows, width), rows.dtype, rows) for width in widths)
+    return lax.fori_loop(0, gate_up.shape[0], expert, outs)
+
+
+def _swiglu_fwd(virtual_ranks, rows, row_s, gate_up, down, sizes):
+    out, inner = _forward(virtual_ranks, True, rows, row_s, gate_up, down, sizes)
+    return out, (rows, row_s, inner, gate_up, down, sizes)
+
+
+def _swiglu_bwd(virtual_ranks, saved, cotangent):
+    rows, row_s, inner, gate_up, down, sizes = saved
+    num_rows, wide = rows.shape[0], sum_dtype(rows.dtype)
+    starts = group_starts(sizes, virtual_ranks, num_rows)
+
+    def expert(e, grads):
+        w_in, w_out = (lax.dynamic_index_in_dim(w, e, keepdims=False) for w in (gate_up, down))
+        totals = tuple(zeros(w.shape, wide, rows) for w in (w_in, w_out))
+        step = functools.partial(_backward_step, (rows, row_s, inner, cotangent), w_in, w_out)
+        carry = fold_rows(starts[e], sizes[e], num_rows, step, (*grads[:2], *totals))
+        d_weights = (
+            lax.dynamic_update_index_in_dim(d_w, total.astype(d_w.dtype), e, axis=0)
+            for d_w, total in zip(grads[2:], carry[2:], strict=True)
+        )
+        return *carry[:2], *d_weights
+
+    grads = tuple(zeros(a.shape, a.dtype, rows) for a in (rows, row_s, gate_up, down))
+    return *lax.fori_loop(0, gate_up.shape[0], expert, grads), None
+
+
+def _backward_step(operands, w_in, w_out, first, counts, carry):
+    """One block: adds to the weights' gradients and writes the rows' ones."""
+    d_rows, d_row_s, d_in, d_out = carry
+    wide = d_in.dtype
+    # All zero in the rows that do not count, so that they add nothing to the weights' gradients.
+    x, inner, d_y = (read_counting(operands[i], first, counts) for i in (0, 2, 3))
+    s = read_counting(operands[1], first, counts[:, 0])
+    hidden, pull = jax.vjp(gate, inner, s)
+    d_inner, d_s = pull(_matmul(d_y, w_out, (1, 1)))
+    d_in += _matmul(x, d_inner, (0, 0), wide)
+    d_out += _matmul(hidden, d_y, (0, 0), wide)
+    d_rows = write(d_rows, first, counts, _matmul(d_inner, w_in, (1, 1)))
+    return d_rows, write(d_row_s, first, counts[:, 0], d_s), d_in, d_out
+
+
+_swiglu.defvjp(_swiglu_fwd, _swiglu_bwd)
