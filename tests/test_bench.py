@@ -11,7 +11,7 @@ import pytest
 
 import jax_moe
 from jax_moe.bench import __main__ as command_line
-from jax_moe.bench import _check, _clock, _columns, _programs, _ragged_all_to_all, _shapes
+from jax_moe.bench import _check, _clock, _columns, _problem, _programs, _ragged_all_to_all, _shapes
 from jax_moe.bench._traffic import Traffic
 
 SHAPE = _shapes.Shape("test", tokens=24, hidden=16, experts=8, top_k=3, ranks=4)
@@ -28,7 +28,7 @@ def group():
 class Bench:
     """A problem, its operands on the devices, and its specified results."""
 
-    problem: _programs.Problem
+    problem: _problem.Problem
     placed: dict[str, jax.Array]
     expected: _check.Expected
 
@@ -43,7 +43,7 @@ class Bench:
 def make_bench(group, dtype, routing="skewed"):
     ids = _shapes.expert_ids(SHAPE, SHAPE.ranks, routing)
     capacity = _shapes.tight_capacity(ids, SHAPE.experts)
-    problem = _programs.Problem(SHAPE, routing, dtype, group, capacity)
+    problem = _problem.Problem(SHAPE, routing, dtype, group, capacity)
     inputs = problem.inputs(ids)
     placed = {f.name: problem.place(getattr(inputs, f.name)) for f in dataclasses.fields(inputs)}
     return Bench(problem, placed, _check.Expected(problem, inputs))

@@ -32,7 +32,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--dtype", type=_choices(("bfloat16", "float32")), default=("bfloat16", "float32")
     )
-    parser.add_argument("--columns", type=_choices(_columns.NAMES), default=DEFAULT_COLUMNS)
+    parser.add_argument(
+        "--columns", type=_columns_of, default=DEFAULT_COLUMNS,
+        help='comma-separated; "ptx:N" is ptx with N SMs that send to other GPUs',
+    )  # fmt: skip
     parser.add_argument("--measures", type=_choices(tuple(MEASURES)), default=tuple(MEASURES))
     parser.add_argument("--devices", type=int, help="devices to use (on CPU, to make)")
     parser.add_argument("--virtual-ranks", type=int, default=1, help="ranks of each device")
@@ -66,6 +69,13 @@ def _choices(allowed: Sequence[str]):
         return chosen
 
     return parse
+
+
+def _columns_of(text: str) -> tuple[str, ...]:
+    try:
+        return tuple(_columns.check_name(name) for name in text.split(","))
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def _devices(wanted: int | None, on_cpu: int) -> list[Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 from typing import Any
 
 import jax_moe
@@ -21,10 +20,10 @@ PLAIN = {
 }
 NAMES = (*OURS, *PLAIN)
 
-TITLES = {
-    "all_gather": "all_gather + sort + gather, scatter-add + psum_scatter",
-    "all_to_all": "sort + capacity all_to_all, and back",
-    "ragged_all_to_all": "sort + ragged_all_to_all (128 updates a peer), and back",
+_TITLES = {
+    "all_gather": "all_gather + sort + gather; scatter-add (in the payload's type) + psum_scatter",
+    "all_to_all": "sort + all_to_all of a buffer of C/R rows a destination + sort; and back",
+    "ragged_all_to_all": "sort + ragged_all_to_all (128 updates a peer) + sort; and back",
 }
 
 
@@ -59,25 +58,44 @@ class OurWay:
 
 @dataclasses.dataclass(frozen=True)
 class Column:
-    """One way to exchange tokens, as a column of the table."""
+    """One way to exchange tokens, as a column of the table.
+
+    Args:
+      name: what `NAMES` has, or "ptx:N" for N SMs that send to other GPUs.
+      way: has `prepare`, `dispatch` and `combine`.
+    """
 
     name: str
     way: Any
 
     @property
+    def kind(self) -> str:
+        """The name in `NAMES`."""
+        return self.name.partition(":")[0]
+
+    @property
     def ours(self) -> bool:
-        """Whether it is an implementation of this package."""
-        return self.name in OURS
+        """Whether it is an implementation of this package, whose sums must be exact."""
+        return self.kind in OURS
 
-    @property
-    def exact(self) -> bool:
-        """Whether its sums must equal the reference's bit for bit."""
-        return self.ours
 
-    @property
-    def title(self) -> str:
-        """What the column is, in words."""
-        return TITLES.get(self.name, f'jax_moe, implementation="{self.name}"')
+def title(name: str) -> str:
+    """What a column is, in words."""
+    kind, _, link_sms = name.partition(":")
+    ours = f'jax_moe, implementation="{kind}"' + f", {link_sms} link SMs" * bool(link_sms)
+    return _TITLES.get(kind, ours)
+
+
+def check_name(name: str) -> str:
+    """The name itself.
+
+    Raises:
+      ValueError: no column is called so.
+    """
+    kind, colon, link_sms = name.partition(":")
+    if kind not in NAMES or (colon and not (kind == "ptx" and link_sms.isdecimal())):
+        raise ValueError(f'column {name!r}: must be one of {", ".join(NAMES)} or "ptx:N".')
+    return name
 
 
 def make(name: str, group: jax_moe.ExpertGroup, sizes: Sizes, tail: str | None) -> Column:
@@ -87,22 +105,21 @@ def make(name: str, group: jax_moe.ExpertGroup, sizes: Sizes, tail: str | None) 
       ValueError: unknown name.
       NotImplementedError: it cannot run here; the message says why.
     """
-    if name in PLAIN:
-        obstacle = _plain_obstacle(name, group)
+    kind, _, link_sms = check_name(name).partition(":")
+    if kind in PLAIN:
+        obstacle = _plain_obstacle(kind, group)
         if obstacle:
             raise NotImplementedError(obstacle)
-        return Column(name, PLAIN[name](sizes))
-    if name not in OURS:
-        raise ValueError(f"column {name!r}: must be one of {', '.join(NAMES)}.")
-    _implementation.resolve(name, group)
-    if importlib.util.find_spec(f"jax_moe._{name}") is None and name != "reference":
-        raise NotImplementedError(f'implementation="{name}" is not in this build')
-    return Column(name, OurWay(group, sizes, name, tail))
+        return Column(name, PLAIN[kind](sizes))
+    _implementation.resolve(kind, group)
+    if link_sms:  # a group of the same key: it shares the pool
+        group = dataclasses.replace(group, link_sms=int(link_sms))
+    return Column(name, OurWay(group, sizes, kind, tail))
 
 
-def _plain_obstacle(name: str, group: jax_moe.ExpertGroup) -> str | None:
+def _plain_obstacle(kind: str, group: jax_moe.ExpertGroup) -> str | None:
     if group.virtual_ranks > 1:
         return "a plain-JAX way has one rank per device, not several virtual ones"
-    if name == "ragged_all_to_all" and group.devices[0].platform == "cpu":
+    if kind == "ragged_all_to_all" and group.devices[0].platform == "cpu":
         return "XLA has no ragged_all_to_all on CPU devices"
     return None

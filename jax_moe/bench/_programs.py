@@ -1,4 +1,4 @@
-"""The measured programs, one per measure and column, and the arrays that go in."""
+"""The measured programs, one per measure and column."""
 
 from __future__ import annotations
 
@@ -9,14 +9,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
 
-import jax_moe
 from jax_moe import _cuda
 from jax_moe.bench._columns import Column
-from jax_moe.bench._plain import Sizes
-from jax_moe.bench._shapes import Routing, Shape
+from jax_moe.bench._problem import Problem
 
 # What is inside the timed region of each measure; inputs are on the devices, compilation is done.
 MEASURES = {
@@ -28,76 +24,6 @@ MEASURES = {
     "forward+backward": "plan, dispatch and combine, and the gradients of both",
 }
 HEADLINE = "plan+dispatch+combine"
-
-
-@dataclasses.dataclass(frozen=True)
-class Inputs:
-    """Host arrays with a leading axis of ranks; `rows` past a rank's real ones are NaN."""
-
-    ids: np.ndarray  # int32 [R, T, K]
-    x: np.ndarray  # [R, T, H]
-    s: np.ndarray  # f32 [R, T, K]
-    rows: np.ndarray  # [R, C, H], not what x would give
-    row_s: np.ndarray  # f32 [R, C]
-    dy: np.ndarray  # [R, T, H]
-    ds: np.ndarray  # f32 [R, T, K]
-
-
-@dataclasses.dataclass(frozen=True)
-class Problem:
-    """A shape with its routing, type of payload, group and capacity."""
-
-    shape: Shape
-    routing: Routing
-    dtype: str
-    group: jax_moe.ExpertGroup
-    capacity: int  # rows of one rank
-
-    @property
-    def sizes(self) -> Sizes:
-        """What the ways need to know."""
-        return Sizes(
-            axis=self.group.axes[0],
-            num_ranks=self.group.num_ranks,
-            num_experts=self.shape.experts,
-            tokens=self.shape.tokens,
-            top_k=self.shape.top_k,
-            capacity=self.capacity,
-        )
-
-    @property
-    def spec(self) -> PartitionSpec:
-        """Every array's first axis is split over the group's devices."""
-        return PartitionSpec(self.group.axes)
-
-    def place(self, stacked: np.ndarray) -> jax.Array:
-        """[R, N, ...] on the host as [R*N, ...] over the group's devices."""
-        flat = stacked.reshape(-1, *stacked.shape[2:])
-        sharding = NamedSharding(self.group.mesh, self.spec)
-        return jax.make_array_from_callback(flat.shape, sharding, lambda index: flat[index])
-
-    def inputs(self, ids: np.ndarray, seed: int = 0) -> Inputs:
-        """Random operands for these ids."""
-        rng = np.random.default_rng((seed, 1))
-        ranks, tokens, top_k = ids.shape
-        shape, dtype = self.shape, jnp.dtype(self.dtype)
-
-        def normal(*axes: int) -> np.ndarray:
-            return rng.standard_normal(axes, dtype=np.float32)
-
-        rows, row_s = normal(ranks, self.capacity, shape.hidden), normal(ranks, self.capacity)
-        real = np.bincount((ids // (shape.experts // ranks)).reshape(-1), minlength=ranks)
-        unused = np.arange(self.capacity) >= real[:, None]
-        rows[unused], row_s[unused] = np.nan, np.nan
-        return Inputs(
-            ids=ids,
-            x=normal(ranks, tokens, shape.hidden).astype(dtype),
-            s=normal(ranks, tokens, top_k),
-            rows=rows.astype(dtype),
-            row_s=row_s,
-            dy=normal(ranks, tokens, shape.hidden).astype(dtype),
-            ds=normal(ranks, tokens, top_k),
-        )
 
 
 def repeat(function: Callable, calls: int) -> Callable:

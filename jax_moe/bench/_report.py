@@ -6,6 +6,7 @@ import dataclasses
 import json
 from collections.abc import Iterable, Iterator
 
+from jax_moe.bench._columns import title
 from jax_moe.bench._programs import HEADLINE, MEASURES
 from jax_moe.bench._run import Outcome, Record, Setting
 
@@ -29,19 +30,26 @@ class Comparison:
 
 def our_column(records: Iterable[Record]) -> str | None:
     """The implementation that the run is about: the fastest kind that was measured."""
-    names = {record.column for record in records}
-    return next((name for name in ("ptx", "cpu", "xla") if name in names), None)
+    names = list(dict.fromkeys(record.column for record in records))
+    return next((n for fast in ("ptx", "cpu", "xla") for n in names if _kind(n) == fast), None)
+
+
+def _kind(column: str) -> str:
+    return column.partition(":")[0]
 
 
 def comparisons(outcome: Outcome) -> list[Comparison]:
     """Our column against the others, the specification's apart, in each setting."""
     ours = our_column(outcome.records)
-    found = []
+    if ours is None:
+        return []
+    # Neither the specification nor our column with other settings is a rival.
+    apart, found = (_kind(ours), "reference"), []
     for setting in outcome.settings:
         for measure in COMPARED:
             rows = {r.column: r for r in _of(outcome, setting) if r.measure == measure}
-            mine = rows.pop(ours, None) if ours else None
-            rows.pop("reference", None)
+            mine = rows.get(ours)
+            rows = {name: row for name, row in rows.items() if _kind(name) not in apart}
             if mine is None or not rows:
                 continue
             rival = min(rows.values(), key=lambda r: r.median_us)
@@ -104,6 +112,11 @@ def _lines(outcome: Outcome, conditions: dict[str, str]) -> Iterator[str]:
     yield "| --- | --- |"
     for measure in outcome.options.measures:
         yield f"| {measure} | {MEASURES[measure]} |"
+    yield ""
+    yield "| column | way |"
+    yield "| --- | --- |"
+    for column in dict.fromkeys(r.column for r in outcome.records):
+        yield f"| {column} | {title(column)} |"
     for setting in outcome.settings:
         yield ""
         yield from _setting_lines(outcome, setting)
@@ -129,6 +142,10 @@ def _setting_lines(outcome: Outcome, setting: Setting) -> Iterator[str]:
         yield f"| {column} | {' | '.join(cells[m] for m in measures)} |"
     floor = " | ".join(_ms(setting.floor_us[m]) for m in measures)
     yield f"| floor: necessary bytes at {setting.copy_gb_per_s:.1f} GB/s of copy | {floor} |"
+    ours = {r.measure: r.median_us for r in records if r.column == our_column(records)}
+    if ours:
+        shares = " | ".join(f"{setting.floor_us[m] / ours[m]:.0%}" for m in measures)
+        yield f"| {our_column(records)}, floor / time | {shares} |"
     yield ""
     yield from _byte_lines(records)
 

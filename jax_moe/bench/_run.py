@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jax_moe
-from jax_moe.bench import _columns, _programs, _shapes
+from jax_moe.bench import _columns, _problem, _programs, _shapes
 from jax_moe.bench._check import Expected
 from jax_moe.bench._clock import Preparation, Times, time_in_turns
 from jax_moe.bench._traffic import Traffic
@@ -104,7 +104,7 @@ def run(options: Options, devices, say: Callable[[str], None] | None = None) -> 
         now = time.monotonic()
         until = now + (begin + options.seconds - now) / (len(pairs) - i)
         ids = _shapes.expert_ids(options.shape, group.num_ranks, routing, options.seed)
-        problem = _problem(options, group, routing, dtype, ids)
+        problem = _make_problem(options, group, routing, dtype, ids)
         programs = _verified_programs(options, problem, ids, skipped, say)
         setting, found = _measure(options, problem, ids, programs, prepare, until)
         settings.append(setting)
@@ -114,7 +114,7 @@ def run(options: Options, devices, say: Callable[[str], None] | None = None) -> 
     return Outcome(options, group.num_ranks, prepare.words, settings, records, skipped)
 
 
-def _problem(options, group, routing, dtype, ids: np.ndarray) -> _programs.Problem:
+def _make_problem(options, group, routing, dtype, ids: np.ndarray) -> _problem.Problem:
     shape = options.shape
     if options.capacity_factor is None:
         capacity = _shapes.tight_capacity(ids, shape.experts)
@@ -127,7 +127,7 @@ def _problem(options, group, routing, dtype, ids: np.ndarray) -> _programs.Probl
             capacity_factor=options.capacity_factor,
         )
         capacity += -capacity % group.num_ranks
-    return _programs.Problem(shape, routing, dtype, group, capacity)
+    return _problem.Problem(shape, routing, dtype, group, capacity)
 
 
 def _verified_programs(options, problem, ids, skipped, say) -> list[_programs.Program]:
@@ -193,17 +193,17 @@ def _measure(options, problem, ids, programs, prepare, until) -> tuple[Setting, 
 
 
 def _record(problem, program, timed: Times, traffic: Traffic) -> Record:
-    name, measure, memory = program.column.name, program.measure, program.memory
+    column, measure, memory = program.column, program.measure, program.memory
     return Record(
         routing=problem.routing,
         dtype=problem.dtype,
-        column=name,
+        column=column.name,
         measure=measure,
         calls=program.calls,
-        link_bytes=traffic.link(name)[measure],
+        link_bytes=traffic.link(column.kind)[measure],
         temp_bytes=memory["temp"],
         output_bytes=memory["output"],
-        own_bytes=_programs.own_bytes(name, problem),
+        own_bytes=_programs.own_bytes(column.kind, problem),
         **timed.per_call(program.calls).summary,
     )
 
