@@ -1,6 +1,7 @@
 #include <algorithm>
 #include <cstdio>
 #include <functional>
+#include <memory>
 
 #include "run.h"
 
@@ -112,100 +113,150 @@ double CopyTerabytesPerSecond(const Group& group) {
   return 2.0 * bytes / us * 1e-6;
 }
 
-// Rows and sums of a sample of tokens, against the operands read back from the device.
-void CheckSample(const Group& group, const Case& test, const PlanArrays& plan, size_t index,
-                 const Arrays& arrays) {
-  const Sizes& sizes = test.sizes;
-  const size_t bytes = sizes.payload_bytes(), v = group.virtual_ranks();
-  HARNESS_CHECK(driver.cuCtxSetCurrent(group.devices()[index].context));
-  std::mt19937 random(11);
-  for (int i = 0; i < 500; i++) {
-    const size_t row = random() % (v * sizes.capacity);
-    const int32_t code = plan.sources[index * v * sizes.capacity + row];
-    const size_t token = code / sizes.topk;
-    if (code < 0 || token / sizes.tokens / v != index) continue;
-    const auto got = Download<uint8_t>(arrays.rows.ptr() + row * bytes, bytes);
-    const auto want =
-        Download<uint8_t>(arrays.x.ptr() + (token - index * v * sizes.tokens) * bytes, bytes);
-    CompareRows(test, "sampled row", got, want, false);
+// A full-size call of each operation with what the host knows of it.
+struct Scene {
+  Case test;
+  PlanArrays plan;
+  std::unique_ptr<Group> group;
+  std::vector<Arrays> arrays;
+};
+
+// bf16 pairs between 1 and 2 in size, with random signs and mantissas.
+void UploadNumbers(const DeviceBuffer& to, std::mt19937_64& random) {
+  std::vector<uint32_t> words(to.bytes() / 4);
+  for (uint32_t& word : words) {
+    word = (static_cast<uint32_t>(random()) & 0x807f807fu) | 0x3f803f80u;
   }
+  Upload(to.ptr(), words.data(), words.size());
+}
+
+Scene MakeScene(const std::vector<Device>& devices, uint32_t virtual_ranks, uint32_t tokens) {
+  const uint32_t ranks = virtual_ranks * static_cast<uint32_t>(devices.size());
+  Scene scene{{"time", {ranks, 1, tokens, 8, 256, 0, 1, 7168, true, false}, Routing::kUniform},
+              {},
+              nullptr,
+              {}};
+  Sizes& sizes = scene.test.sizes;
+  sizes.capacity = ranks * tokens * std::min(sizes.topk, sizes.local_experts());
+  const auto layout = jax_moe::ptx::PoolLayout::Make(ranks, tokens, sizes.topk, sizes.experts,
+                                                     sizes.payload_bytes());
+  scene.group = std::make_unique<Group>(devices, ranks, virtual_ranks, layout);
+  std::mt19937_64 random(42);
+  const auto ids = DrawIds(sizes, scene.test.routing, random);
+  scene.plan = OraclePlan(sizes, ids);
+  for (size_t i = 0; i < devices.size(); i++) {
+    scene.arrays.push_back(scene.group->MakeArrays(i, sizes));
+    UploadNumbers(scene.arrays[i].x, random);
+    UploadNumbers(scene.arrays[i].s_in, random);
+    const size_t count = scene.arrays[i].ids_in.bytes() / 4;
+    Upload(scene.arrays[i].ids_in.ptr(), ids.data() + i * count, count);
+  }
+  return scene;
+}
+
+// Runs every operation once, combine on the rows that dispatch wrote.
+void RunOnce(const Scene& scene, const Tuning& tuning) {
+  const Group& group = *scene.group;
+  const Sizes& sizes = scene.test.sizes;
+  for (size_t i = 0; i < scene.arrays.size(); i++) {
+    const Arrays& a = scene.arrays[i];
+    const CUstream stream = group.devices()[i].stream;
+    group.Launch(i, ABI_OPERATION_PLAN, sizes, a, tuning);
+    group.Launch(i, ABI_OPERATION_DISPATCH, sizes, a, tuning);
+    HARNESS_CHECK(driver.cuMemcpyDtoDAsync(a.rows_in.ptr(), a.rows.ptr(), a.rows.bytes(), stream));
+    HARNESS_CHECK(
+        driver.cuMemcpyDtoDAsync(a.row_s_in.ptr(), a.row_s.ptr(), a.row_s.bytes(), stream));
+    group.Launch(i, ABI_OPERATION_COMBINE, sizes, a, tuning);
+  }
+  group.Synchronize();
+}
+
+// One vector of one device's array.
+std::vector<uint8_t> Vectors(const Scene& scene, size_t device, CUdeviceptr array, size_t index) {
+  const size_t bytes = scene.test.sizes.payload_bytes();
+  HARNESS_CHECK(driver.cuCtxSetCurrent(scene.group->devices()[device].context));
+  return Download<uint8_t>(array + index * bytes, bytes);
+}
+
+// One token: its rows are its vector, and its sum is the specification's for those rows.
+void CheckToken(const Scene& scene, size_t token) {
+  const Sizes& sizes = scene.test.sizes;
+  const size_t bytes = sizes.payload_bytes(), v = scene.group->virtual_ranks();
+  const size_t home = token / sizes.tokens / v, at_home = token - home * v * sizes.tokens;
+  const auto x = Vectors(scene, home, scene.arrays[home].x.ptr(), at_home);
+  // A call of this token alone: one token a rank, its row of choice k at place k.
+  Sizes small = sizes;
+  small.tokens = 1;
+  small.capacity = sizes.topk;
+  const size_t rank_of_token = token / sizes.tokens, ids = size_t{sizes.ranks} * sizes.topk;
+  PlanArrays plan{
+      std::vector<int32_t>(ids, -1), std::vector<int32_t>(ids, -1), {}, {}, {}, {}, {}, {}};
+  std::vector<uint8_t> rows(ids * bytes), y(sizes.ranks * bytes);
+  std::vector<float> row_s(ids), s(ids);
+  for (uint32_t k = 0; k < sizes.topk; k++) {
+    const size_t code = token * sizes.topk + k;
+    const size_t rank = scene.plan.expert_ids[code] / sizes.local_experts(), device = rank / v;
+    const size_t row = (rank - device * v) * sizes.capacity + scene.plan.positions[code];
+    const auto got = Vectors(scene, device, scene.arrays[device].rows.ptr(), row);
+    CompareRows(scene.test, "sampled row", got, x, false);
+    plan.expert_ids[rank_of_token * sizes.topk + k] = scene.plan.expert_ids[code];
+    plan.positions[rank_of_token * sizes.topk + k] = static_cast<int32_t>(k);
+    std::copy(got.begin(), got.end(), rows.begin() + (rank * sizes.topk + k) * bytes);
+  }
+  OracleCombine(small, plan, rows, row_s, y, s);
+  const std::vector<uint8_t> want(y.begin() + rank_of_token * bytes,
+                                  y.begin() + (rank_of_token + 1) * bytes);
+  CompareRows(scene.test, "sampled sum", Vectors(scene, home, scene.arrays[home].y.ptr(), at_home),
+              want, true);
+}
+
+void Report(const Scene& scene, const Tuning& tuning, const char* name,
+            const std::vector<int>& operations, const Bytes* bytes, double copy) {
+  const Group& group = *scene.group;
+  const double us = MicrosecondsPerCall(group, [&](size_t i, CUstream stream) {
+    for (int operation : operations) {
+      group.Launch(i, operation, scene.test.sizes, scene.arrays[i], tuning, stream);
+    }
+  });
+  std::printf("  %-14s %8.1f us", name, us);
+  if (bytes != nullptr) {
+    const double all = bytes->tokens + 2 * (bytes->packets + bytes->own_packets) + bytes->rows;
+    const double used = all - 2 * bytes->own_packets;
+    std::printf(
+        "  %5.2f GB necessary, %4.2f TB/s, %5.1f %% of copy (own packets not counted: %4.1f %%)",
+        all * 1e-9, all / us * 1e-6, 100 * all / us * 1e-6 / copy, 100 * used / us * 1e-6 / copy);
+    const double away = 1.0 - 1.0 / static_cast<double>(scene.arrays.size());
+    if (away > 0) {
+      std::printf(", link %3.0f GB/s", (bytes->packets + bytes->own_packets) * away / us * 1e-3);
+    }
+  }
+  std::printf("\n");
 }
 
 }  // namespace
 
 void RunTime(const std::vector<Device>& devices, uint32_t virtual_ranks, uint32_t tokens,
              const Tuning& tuning) {
-  const uint32_t ranks = virtual_ranks * static_cast<uint32_t>(devices.size());
-  Case test{"time", {ranks, 1, tokens, 8, 256, 0, 1, 7168, true, false}, Routing::kUniform};
-  Sizes& sizes = test.sizes;
-  sizes.capacity = ranks * tokens * std::min(sizes.topk, sizes.local_experts());
-  const auto layout = jax_moe::ptx::PoolLayout::Make(ranks, tokens, sizes.topk, sizes.experts,
-                                                     sizes.payload_bytes());
-  Group group(devices, ranks, virtual_ranks, layout);
-  std::mt19937_64 random(42);
-  const auto ids = DrawIds(sizes, test.routing, random);
-  const PlanArrays plan = OraclePlan(sizes, ids);
-  std::vector<Arrays> arrays;
-  for (size_t i = 0; i < devices.size(); i++) {
-    arrays.push_back(group.MakeArrays(i, sizes));
-    std::vector<uint32_t> words(arrays[i].x.bytes() / 4);
-    // bf16 pairs near 1 with random mantissas
-    for (uint32_t& word : words)
-      word = (static_cast<uint32_t>(random()) & 0x807f807fu) | 0x3f803f80u;
-    Upload(arrays[i].x.ptr(), words.data(), words.size());
-    Upload(arrays[i].s_in.ptr(), words.data(), arrays[i].s_in.bytes() / 4);
-    const size_t count = arrays[i].ids_in.bytes() / 4;
-    Upload(arrays[i].ids_in.ptr(), ids.data() + i * count, count);
-  }
-  for (size_t i = 0; i < devices.size(); i++) {
-    group.Launch(i, ABI_OPERATION_PLAN, sizes, arrays[i], tuning);
-    group.Launch(i, ABI_OPERATION_DISPATCH, sizes, arrays[i], tuning);
-  }
-  group.Synchronize();
-  for (size_t i = 0; i < devices.size(); i++) {
-    CheckSample(group, test, plan, i, arrays[i]);
-    // combine reads the rows that dispatch wrote
-    const Device& device = devices[i];
-    HARNESS_CHECK(driver.cuMemcpyDtoDAsync(arrays[i].rows_in.ptr(), arrays[i].rows.ptr(),
-                                           arrays[i].rows.bytes(), device.stream));
-    HARNESS_CHECK(driver.cuMemcpyDtoDAsync(arrays[i].row_s_in.ptr(), arrays[i].row_s.ptr(),
-                                           arrays[i].row_s.bytes(), device.stream));
-    HARNESS_CHECK(driver.cuStreamSynchronize(device.stream));
-  }
-  static const double copy = CopyTerabytesPerSecond(group);  // once in a process
-  const Bytes bytes = Count(sizes, plan, static_cast<double>(devices.size()));
-  std::printf(
-      "time: %u ranks on %zu devices, %u tokens a rank, H 7168, K 8 of 256, bf16; blocks %u link "
-      "%u chunk %u\n",
-      ranks, devices.size(), tokens, tuning.blocks_per_rank, tuning.link_blocks,
-      tuning.chunk_tokens);
-  std::printf("  copy                %8.2f TB/s, read + written\n", copy);
-  const double all = bytes.tokens + 2 * (bytes.packets + bytes.own_packets) + bytes.rows;
-  const double used = all - 2 * bytes.own_packets;
-  auto measure = [&](const char* name, std::vector<int> operations, bool moves) {
-    const double us = MicrosecondsPerCall(group, [&](size_t i, CUstream stream) {
-      for (int operation : operations) group.Launch(i, operation, sizes, arrays[i], tuning, stream);
-    });
-    std::printf("  %-14s %8.1f us", name, us);
-    if (moves) {
-      std::printf(
-          "  %5.2f GB necessary, %4.2f TB/s, %4.1f %% of copy (own packets not counted: %4.1f %%)",
-          all * 1e-9, all / us * 1e-6, 100 * all / us * 1e-6 / copy, 100 * used / us * 1e-6 / copy);
-    }
-    if (moves && devices.size() > 1) {
-      const double away = 1.0 - 1.0 / static_cast<double>(devices.size());
-      std::printf(", link %3.0f GB/s", (bytes.packets + bytes.own_packets) * away / us * 1e-3);
-    }
-    std::printf("\n");
-  };
-  measure("plan", {ABI_OPERATION_PLAN}, false);
-  measure("dispatch", {ABI_OPERATION_DISPATCH}, true);
-  measure("plan, dispatch", {ABI_OPERATION_PLAN, ABI_OPERATION_DISPATCH}, true);
-  measure("combine", {ABI_OPERATION_COMBINE}, true);
-  for (uint32_t peer = 0; peer < ranks; peer++) {
-    if (peer == 0) std::printf("  rank 0 waited for each peer in dispatch, us in all:");
-    std::printf(" %.0f",
-                1e-3 * static_cast<double>(group.waited_ns(0, 0, ABI_OPERATION_DISPATCH, peer)));
+  const Scene scene = MakeScene(devices, virtual_ranks, tokens);
+  const Sizes& sizes = scene.test.sizes;
+  RunOnce(scene, tuning);
+  std::mt19937 random(11);
+  for (int i = 0; i < 200; i++) CheckToken(scene, random() % (size_t{sizes.ranks} * tokens));
+  static const double copy = CopyTerabytesPerSecond(*scene.group);  // once in a process
+  const Bytes bytes = Count(sizes, scene.plan, static_cast<double>(devices.size()));
+  std::printf("time: %u ranks on %zu devices, %u tokens a rank, H 7168, K 8 of 256, bf16; ",
+              sizes.ranks, devices.size(), tokens);
+  std::printf("blocks %u link %u chunk %u\n  copy %.2f TB/s, read + written; 200 tokens checked\n",
+              tuning.blocks_per_rank, tuning.link_blocks, tuning.chunk_tokens, copy);
+  Report(scene, tuning, "plan", {ABI_OPERATION_PLAN}, nullptr, copy);
+  Report(scene, tuning, "dispatch", {ABI_OPERATION_DISPATCH}, &bytes, copy);
+  Report(scene, tuning, "plan, dispatch", {ABI_OPERATION_PLAN, ABI_OPERATION_DISPATCH}, &bytes,
+         copy);
+  Report(scene, tuning, "combine", {ABI_OPERATION_COMBINE}, &bytes, copy);
+  std::printf("  rank 0 waited for each peer in dispatch, us in all:");
+  for (uint32_t peer = 0; peer < sizes.ranks; peer++) {
+    const auto ns = scene.group->waited_ns(0, 0, ABI_OPERATION_DISPATCH, peer);
+    std::printf(" %.0f", 1e-3 * static_cast<double>(ns));
   }
   std::printf("\n");
 }
