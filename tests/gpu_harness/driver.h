@@ -13,23 +13,19 @@
 namespace harness {
 
 // The functions used, under their own names; filled by LoadDriver().
+// clang-format off: it indents each line of the list further than the last.
 #define HARNESS_DRIVER_FUNCTIONS(DO)                                                              \
-  DO(cuInit)                                                                                      \
-  DO(cuDeviceGet)                                                                                 \
-  DO(cuDeviceGetCount) DO(cuDeviceGetName) DO(cuDeviceGetAttribute) DO(cuDevicePrimaryCtxRetain)  \
-      DO(cuCtxSetCurrent) DO(cuCtxSynchronize) DO(cuModuleLoad) DO(cuModuleGetFunction)           \
-          DO(cuFuncSetAttribute) DO(cuOccupancyMaxActiveBlocksPerMultiprocessor) DO(cuMemAlloc)   \
-              DO(cuMemFree) DO(cuMemHostAlloc) DO(cuMemHostGetDevicePointer) DO(cuMemFreeHost)    \
-                  DO(cuMemcpyHtoD) DO(cuMemcpyDtoH) DO(cuMemcpyDtoDAsync) DO(cuMemsetD32)         \
-                      DO(cuStreamCreate) DO(cuStreamSynchronize) DO(cuStreamQuery)                \
-                          DO(cuStreamWaitEvent) DO(cuLaunchKernelEx) DO(cuEventCreate)            \
-                              DO(cuEventRecord) DO(cuEventSynchronize) DO(cuEventElapsedTime)     \
-                                  DO(cuStreamBeginCapture) DO(cuStreamEndCapture)                 \
-                                      DO(cuGraphInstantiate) DO(cuGraphLaunch)                    \
-                                          DO(cuGraphExecDestroy) DO(cuGraphDestroy)               \
-                                              DO(cuCtxEnablePeerAccess) DO(cuDeviceCanAccessPeer) \
-                                                  DO(cuMemsetD32Async) DO(cuGetErrorName)         \
-                                                      DO(cuGetErrorString)
+  DO(cuInit) DO(cuDeviceGet) DO(cuDeviceGetCount) DO(cuDeviceGetName) DO(cuDeviceGetAttribute)    \
+  DO(cuDevicePrimaryCtxRetain) DO(cuCtxSetCurrent) DO(cuCtxSynchronize) DO(cuModuleLoad)          \
+  DO(cuModuleGetFunction) DO(cuFuncSetAttribute) DO(cuOccupancyMaxActiveBlocksPerMultiprocessor)  \
+  DO(cuMemAlloc) DO(cuMemFree) DO(cuMemHostAlloc) DO(cuMemHostGetDevicePointer)                   \
+  DO(cuMemFreeHost) DO(cuMemcpyHtoD) DO(cuMemcpyDtoH) DO(cuMemcpyDtoDAsync) DO(cuMemsetD32)       \
+  DO(cuStreamCreate) DO(cuStreamSynchronize) DO(cuStreamQuery) DO(cuStreamWaitEvent)              \
+  DO(cuLaunchKernelEx) DO(cuEventCreate) DO(cuEventRecord) DO(cuEventSynchronize)                 \
+  DO(cuEventElapsedTime) DO(cuStreamBeginCapture) DO(cuStreamEndCapture) DO(cuGraphInstantiate)   \
+  DO(cuGraphLaunch) DO(cuGraphExecDestroy) DO(cuGraphDestroy) DO(cuCtxEnablePeerAccess)           \
+  DO(cuDeviceCanAccessPeer) DO(cuMemsetD32Async) DO(cuGetErrorName) DO(cuGetErrorString)
+// clang-format on
 
 struct Driver {
 #define HARNESS_DECLARE(name) decltype(&::name) name = nullptr;
