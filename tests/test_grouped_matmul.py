@@ -1,4 +1,4 @@
-"""Grouped matmul and SwiGLU against loops in numpy float64, with NaN in the rows past the groups."""
+"""Grouped matmul and SwiGLU against loops in float64, with NaN in the rows past the groups."""
 
 import functools
 

@@ -12,7 +12,7 @@ import numpy as np
 import jax_moe
 
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
-import linen_layer
+import linen_layer  # pyright: ignore[reportMissingImports]
 
 
 def test_linen_layer_on_the_bare_operations_equals_the_nnx_layer():

@@ -12,7 +12,7 @@ import time
 
 import jax
 
-parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
 for name, value in {
     "devices": 8, "nodes": 4, "tokens": 2048, "hidden": 96, "width": 96, "experts": 8,
     "top-k": 2, "groups": 4, "top-groups": 2, "calls": 10, "rounds": 7,
