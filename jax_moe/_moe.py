@@ -183,6 +183,11 @@ def _check_sizes(
             f"num_experts={config.num_experts} is not a multiple of the {group.num_ranks} ranks "
             f"of {group}: every rank holds the same number of experts. Change one of them."
         )
+    if not group.mesh.are_all_axes_auto:
+        raise ValueError(
+            f"MoE reshapes and spreads tokens whatever their sharding, but the axes of its mesh "
+            f"are {group.mesh.axis_types}: make them Auto, as jax_moe.make_mesh does."
+        )
 
 
 def _make_experts(rngs, kernel_init, dtype, group: ExpertGroup, shape) -> nnx.Param:

@@ -167,6 +167,12 @@ def test_creation_refuses_with_the_reason(config, options, message):
         moe_runs.make(config, NODES_4X2, **options)
 
 
+def test_explicit_mesh_axes_are_refused_with_the_reason():
+    mesh = jax_moe.make_mesh(node=4, axis_types=(jax.sharding.AxisType.Explicit,) * 3)
+    with pytest.raises(ValueError, match="make them Auto"):
+        jax_moe.MoE(12, 10, CONFIG, jax_moe.ExpertGroup(mesh), rngs=nnx.Rngs(0))
+
+
 def test_calls_refuse_with_the_reason():
     layer = moe_runs.make(CONFIG, NODES_2)
     with pytest.raises(ValueError, match="hidden=12"):
