@@ -1,7 +1,6 @@
 #include "cuda_report.h"
 
 #include <cstdio>
-#include <sstream>
 
 #include "cuda_device.h"
 
@@ -27,43 +26,35 @@ std::string Seconds(uint64_t nanoseconds) {
 
 }  // namespace
 
+// No streams here: their locale facets crash where another library of the process brings its own
+// C++ runtime, as XLA's CUDA plugin does.
 std::string Describe(const ptx::Record& record, const Place& place) {
-  std::ostringstream out;
-  out << "jax_moe_" << OperationName(static_cast<int>(record.operation)) << " of " << place.group;
-  if (place.num_instances > 1) out << " instance " << place.instance;
   const std::string rank = RankName(record.rank, place);
   const std::string peer = RankName(record.peer, place);
-  const auto values = [&] {
-    out << " (expected " << record.expected << ", saw " << record.seen << ")";
-  };
+  const std::string waited = rank + " waited " + Seconds(record.waited_ns) + " for ";
+  const std::string values = " (expected " + std::to_string(record.expected) + ", saw " +
+                             std::to_string(record.seen) + ")";
+  const std::string part = std::to_string(record.index);
+  std::string text = std::string("jax_moe_") + OperationName(static_cast<int>(record.operation)) +
+                     " of " + place.group;
+  if (place.num_instances > 1) text += " instance " + std::to_string(place.instance);
   switch (record.phase) {
     case ABI_PHASE_JOIN:
-      out << ", phase join: " << rank << " waited " << Seconds(record.waited_ns) << " for " << peer
-          << " to start the same call";
-      values();
-      out << "; that rank is stuck or slow, or ran another program";
-      break;
+      return text + ", phase join: " + waited + peer + " to start the same call" + values +
+             "; that rank is stuck or slow, or ran another program";
     case ABI_PHASE_ARRIVE:
-      out << ", phase arrive: " << rank << " waited " << Seconds(record.waited_ns) << " for part "
-          << record.index << " of the data from " << peer;
-      values();
-      out << "; all ranks had joined, so that rank died or hung in the call, or its link failed";
-      break;
+      return text + ", phase arrive: " + waited + "part " + part + " of the data from " + peer +
+             values +
+             "; all ranks had joined, so that rank died or hung in the call, or its link failed";
     case ABI_PHASE_OVERLAP:
-      out << ", phase enter: " << rank << " found another call of the group running";
-      values();
-      out << "; calls of one group must not run at the same time: keep them in one program and on "
+      return text + ", phase enter: " + rank + " found another call of the group running" + values +
+             "; calls of one group must not run at the same time: keep them in one program and on "
              "one stream, or give each its own group";
-      break;
     case ABI_PHASE_ABORTED:
-      out << ": " << rank << " gave up because " << peer << " had given up";
-      break;
-    default:
-      out << ", phase " << record.phase << ": " << rank << ", " << peer << ", part " << record.index
-          << ", " << Seconds(record.waited_ns);
-      values();
+      return text + ": " + rank + " gave up because " + peer + " had given up";
   }
-  return out.str();
+  return text + ", phase " + std::to_string(record.phase) + ": " + waited + peer + ", part " +
+         part + values;
 }
 
 }  // namespace jax_moe::cuda
