@@ -1,3 +1,7 @@
+# make train                a language model learns the King James Bible: 500 steps, in runs/tiny
+# make train STEPS=2500     runs on to the end; DATA=FILE another text, RUN=DIR another folder,
+#                           FLAGS="--seed 1" any other setting (FLAGS=--help lists them)
+# make sample               text from its checkpoint; PROMPT="And God said" LENGTH=400
 # make test                 all tests with jaxlib 0.11.2, in .venv (made if need be)
 # make test JAXLIB=0.12     a named subset with jaxlib 0.12, in .venv-0.12 (FULL=1: all tests)
 # make test TESTS=tests/test_router.py PYTEST_FLAGS=-x
@@ -33,7 +37,7 @@ CXX_FILES := $(wildcard ptx/*.h $(foreach d,xla_ffi tests/*,$d/*.h $d/*.cc))
 SUBSET := $(wildcard $(addprefix tests/test_,exchange.py gradients.py group.py readme.py router.py))
 TESTS ?= $(if $(or $(filter $(OLDEST),$(JAXLIB)),$(FULL)),tests,$(SUBSET))
 
-.PHONY: test test-gpu lint format dist install FORCE
+.PHONY: train sample test test-gpu lint format dist install FORCE
 .DELETE_ON_ERROR:
 
 test: install
@@ -45,6 +49,22 @@ test-gpu:
 	SHARD=$(SHARD) JAX_MOE_REQUIRE=gpu1 $(GPU_PYTHON) -P -m pytest $(PYTEST_FLAGS) tests/gpu
 
 install: $(VENV)/.installed
+
+# The trainer; TRAIN_COMMAND is what it says to type to go on.
+STEPS ?= 500
+DATA ?=
+RUN ?= runs/tiny$(if $(DATA),-$(basename $(notdir $(DATA))))
+PROMPT ?= In the beginning
+LENGTH ?= 400
+train: export TRAIN_COMMAND := make train STEPS=$(STEPS)$(if $(DATA), DATA=$(DATA))$(if \
+    $(filter-out file,$(origin RUN)), RUN=$(RUN))$(if $(FLAGS), FLAGS="$(FLAGS)")
+train: install
+	@$(VENV)/bin/python -m train tiny --steps $(STEPS) --run-dir '$(RUN)' \
+	    $(if $(DATA),--data.file '$(DATA)') $(FLAGS)
+
+sample: export PROMPT := $(PROMPT)
+sample: install
+	@$(VENV)/bin/python -m train.sample '$(RUN)' --prompt "$$PROMPT" --length $(LENGTH)
 
 # Environments. One whose Python is gone is made anew; a good one that was here already is kept.
 VENVS := $(sort $(BUILD_VENV) $(VENV) $(TOOLS_VENV))

@@ -2,7 +2,6 @@
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -10,6 +9,7 @@ import toy
 
 from train import config as configs
 from train.__main__ import parse
+from train.loop import prepare_folder
 
 pytestmark = pytest.mark.cpu
 
@@ -51,17 +51,8 @@ def test_command_line_refuses(arguments, capsys):
 
 
 def test_the_program_refuses_before_it_starts(tmp_path):
-    command = [
-        sys.executable,
-        "-m",
-        "train",
-        "tiny",
-        "--run-dir",
-        str(tmp_path / "run"),
-        "--stps",
-        "3",
-    ]
-    done = subprocess.run(command, cwd=Path(__file__).parents[1], capture_output=True, text=True)
+    command = toy.command("train", "tiny", "--run-dir", str(tmp_path / "run"), "--stps", "3")
+    done = subprocess.run(command, env=toy.environment(), capture_output=True, text=True)
     assert done.returncode == 2
     assert "--stps" in done.stdout + done.stderr
     assert not (tmp_path / "run").exists()
@@ -111,6 +102,15 @@ def test_what_a_continued_run_may_change():
     assert configs.differences(toy.CONFIG, same) == []
     other = toy.changed(toy.CONFIG, seed=1, model__hidden=64)
     assert configs.differences(toy.CONFIG, other) == ["model.hidden: 32 -> 64", "seed: 0 -> 1"]
+
+
+def test_a_folder_keeps_to_one_configuration(tmp_path):
+    config = toy.changed(toy.CONFIG, run_dir=str(tmp_path))
+    prepare_folder(config)
+    prepare_folder(toy.changed(config, steps=30))
+    assert configs.load(tmp_path / "config.json").steps == 30
+    with pytest.raises(ValueError, match=r"seed: 0 -> 1.*--run-dir"):
+        prepare_folder(toy.changed(config, seed=1))
 
 
 def test_runs_on_other_texts_have_other_folders():

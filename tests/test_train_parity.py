@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import toy
+from flax import nnx
 
 from train import convert
 from train.config import Config
@@ -52,6 +53,7 @@ def ours(name):
         logits, _ = model(tokens)
         x = model.embedding(tokens)
         hidden = [x]
+        assert isinstance(model.moe_blocks, nnx.List)
         for block in [*model.dense_blocks, *model.moe_blocks]:
             x, _ = block(x)
             hidden.append(x)

@@ -1,11 +1,9 @@
 """Whole runs in processes of their own: Ctrl-C, kill -9, and going on to the last bit."""
 
 import json
-import os
+import re
 import signal
 import subprocess
-import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -18,52 +16,46 @@ from train.report import Log, read_log
 
 pytestmark = pytest.mark.cpu
 
-ROOT = Path(__file__).parents[1]
 STEPS = 12
 
-# The toy configuration through the trainer's own command line.
-PROGRAM = """
-import sys
-import toy
-from train import __main__, config
-config.CONFIGS["toy"] = ("for the tests", toy.CONFIG)
-sys.exit(__main__.main())
+
+# A run that gets signals at given steps; at step 8 within its save, or else after the next step.
+SIGNALS = """
+import os, signal, threading
+from train import checkpoint, report
+step, save = report.Reporter.step, checkpoint.Checkpoints.save
+
+def kill(number):
+    os.kill(os.getpid(), number)
+
+def step_and_stop(self, number, *rest):
+    step(self, number, *rest)
+    if number in {at}:
+        kill({at}[number])
+
+def save_and_die(self, state, *rest):
+    if int(state.step) == 8 and 9 in {at}:
+        threading.Timer(0.01, kill, [signal.SIGKILL]).start()
+    save(self, state, *rest)
+
+report.Reporter.step, checkpoint.Checkpoints.save = step_and_stop, save_and_die
 """
 
 
-def start(folder: Path, text: Path, *arguments: str) -> subprocess.Popen:
-    """Starts a run of STEPS steps with a checkpoint every 4."""
+def run(folder: Path, text: Path, status: int, at: dict[int, int] | None = None) -> str:
+    """Runs STEPS steps with a checkpoint every 4 and signals as asked; returns what it printed."""
     options = ["--run-dir", str(folder), "--data.file", str(text), "--steps", str(STEPS)]
-    options += ["--save-every", "4", "--eval-every", "6", "--print-every", "1", *arguments]
-    environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]),
-        "XLA_FLAGS": "--xla_backend_optimization_level=0",  # compiles in half the time
-        "TRAIN_COMMAND": "make train STEPS=12",
-    }
-    environment.pop("JAX_NUM_CPU_DEVICES", None)
-    return subprocess.Popen(
-        [sys.executable, "-P", "-c", PROGRAM, "toy", *options],
-        env=environment,
+    options += ["--save-every", "4", "--eval-every", "6", "--print-every", "1"]
+    before = SIGNALS.replace("{at}", repr({k: int(v) for k, v in at.items()})) if at else ""
+    done = subprocess.run(
+        toy.command("train", "toy", *options, before=before),
+        env=toy.environment(TRAIN_COMMAND="make train STEPS=12"),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
     )
-
-
-def finish(process: subprocess.Popen, status: int) -> str:
-    output, _ = process.communicate(timeout=500)
-    assert process.returncode == status, output
-    return output
-
-
-def signal_after(process: subprocess.Popen, folder: Path, step: int, number: int) -> None:
-    """Sends the signal once the log has the step."""
-    log, deadline = folder / "log.jsonl", time.monotonic() + 500
-    while not (log.exists() and any(record["step"] >= step for record in read_log(log))):
-        assert process.poll() is None, process.communicate()[0]
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
-    process.send_signal(number)
+    assert done.returncode == status, done.stdout
+    return done.stdout
 
 
 def losses(folder: Path) -> list[tuple[int, float]]:
@@ -79,7 +71,7 @@ def text(tmp_path_factory) -> Path:
 def whole(tmp_path_factory, text) -> tuple[Path, str]:
     """An uninterrupted run: its folder and its output."""
     folder = tmp_path_factory.mktemp("whole")
-    return folder, finish(start(folder, text), 0)
+    return folder, run(folder, text, 0)
 
 
 def test_what_a_run_says_and_leaves(whole):
@@ -103,52 +95,39 @@ def test_what_a_run_says_and_leaves(whole):
 
 
 def test_stopped_killed_and_gone_on_with_to_the_last_bit(whole, text, tmp_path):
-    process = start(tmp_path, text)
-    signal_after(process, tmp_path, 2, signal.SIGINT)
-    output = finish(process, 130)
+    output = run(tmp_path, text, 130, {2: signal.SIGINT})
     assert "stopped and saved; go on with: make train STEPS=12" in output
-    (stopped_at,) = [int(path.name) for path in (tmp_path / "checkpoints").iterdir()]
-    assert stopped_at == losses(tmp_path)[-1][0] < STEPS
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["2"]
 
-    process = start(tmp_path, text)
-    signal_after(process, tmp_path, 9, signal.SIGKILL)
-    finish(process, -signal.SIGKILL)
-    assert losses(tmp_path)[-1][0] < STEPS, "the kill came too late to test anything"
+    run(tmp_path, text, -signal.SIGKILL, {9: signal.SIGKILL})
+    assert losses(tmp_path)[-1][0] in (8, 9)
 
-    output = finish(start(tmp_path, text), 0)
-    assert "going on from the checkpoint at step 8" in output
+    output = run(tmp_path, text, 0)
+    assert re.search("going on from the checkpoint at step [48]", output)
     assert losses(tmp_path) == losses(whole[0])
-    val = [
+    scores = [
         [r for r in read_log(folder / "log.jsonl") if "val_bits_per_byte" in r]
         for folder in (whole[0], tmp_path)
     ]
-    assert val[0] == val[1]
+    assert scores[0] == scores[1]
 
 
-def test_another_configuration_does_not_go_on(whole, text):
-    output = finish(start(whole[0], text, "--seed", "1"), 1)
-    assert "seed: 0 -> 1" in output and "--run-dir" in output
+def sample(*arguments: str) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        toy.command("train.sample", *arguments), env=toy.environment(), capture_output=True
+    )
 
 
-def test_sample_continues_the_prompt(whole):
-    command = [sys.executable, "-m", "train.sample", str(whole[0]), "--prompt", "7 times "]
-    command += ["--length", "30"]
-    environment = os.environ | {"XLA_FLAGS": "--xla_backend_optimization_level=0"}
-    environment.pop("JAX_NUM_CPU_DEVICES", None)
-    found = [
-        subprocess.run(
-            [*command, *extra], cwd=ROOT, env=environment, capture_output=True, check=True
-        ).stdout
-        for extra in ([], ["--seed", "1"])
-    ]
-    assert all(text.startswith(b"7 times ") for text in found)
-    assert found[0] != found[1]
+def test_sample_goes_on_from_the_prompt(whole):
+    done = sample(str(whole[0]), "--prompt", "7 times ", "--length", "30")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(b"7 times ")
+    assert len(done.stdout) > len(b"7 times ") + 30
 
 
 def test_sample_without_a_run_says_so(tmp_path):
-    command = [sys.executable, "-m", "train.sample", str(tmp_path)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 1 and "make train" in done.stderr
+    done = sample(str(tmp_path))
+    assert done.returncode == 1 and b"make train" in done.stderr
 
 
 def test_log_is_cut_back_and_torn_lines_are_dropped(tmp_path):
@@ -156,6 +135,7 @@ def test_log_is_cut_back_and_torn_lines_are_dropped(tmp_path):
     lines = [json.dumps({"step": step, "loss": 1.0}) for step in range(1, 7)]
     path.write_text("\n".join(lines) + '\n{"step": 7, "lo')
     log = Log(path, start_step=4)
+    log.write({"step": 5, "loss": 2.0})
     log.write({"step": 5, "loss": 2.0})
     log.close()
     assert [(r["step"], r["loss"]) for r in read_log(path)] == [

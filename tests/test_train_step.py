@@ -1,6 +1,7 @@
 """One optimizer step: the schedule, what is updated, what is spread, the routing bias."""
 
 import functools
+from typing import Any
 
 import jax
 import numpy as np
@@ -31,7 +32,7 @@ def test_adamw_by_hand():
     """Two steps against the formulas: clip, means, correction, decay of every parameter."""
     config = toy.changed(TINY.optimizer, warmup_steps=0)
     optimizer = make_optimizer(config)
-    params = {"matrix": np.float32([[1, -2]]), "scale": np.float32([3])}
+    params: Any = {"matrix": np.float32([[1, -2]]), "scale": np.float32([3])}
     mean, square = ({k: np.zeros_like(v, np.float64) for k, v in params.items()} for _ in "12")
     by_hand = {k: v.astype(np.float64) for k, v in params.items()}
     state = optimizer.init(params)
@@ -86,7 +87,7 @@ def steps():
     """States (as numbers) and metrics of three steps."""
     trainer, step = compiled()
     state = toy.first_state(trainer)
-    found = [(jax.device_get(state), None)]
+    found: list[tuple[Any, Any]] = [(jax.device_get(state), None)]
     for batch in toy.windows(3):
         state, metrics = step(state, jax.device_put(batch, trainer.batch_sharding))
         found.append((jax.device_get(state), jax.device_get(metrics)))

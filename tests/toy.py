@@ -1,6 +1,8 @@
 """A run small enough to compile in seconds, and a text for it."""
 
 import dataclasses
+import os
+import sys
 from pathlib import Path
 
 import jax
@@ -88,6 +90,28 @@ def losses(trainer: Trainer, state, batches: np.ndarray) -> list[float]:
         state, metrics = step(state, jax.device_put(batch, trainer.batch_sharding))
         found.append(float(metrics["loss"]))
     return found
+
+
+def command(module: str, *arguments: str, before: str = "") -> list[str]:
+    """The command line of a module of the trainer, with the toy configuration among the named ones.
+
+    `before` is run first.
+
+    This tree's folders go last, so that an installed jax_moe is found before the tree's.
+    """
+    tests = Path(__file__).parent
+    program = (
+        f"import runpy, sys; sys.path += [{str(tests.parent)!r}, {str(tests)!r}]; import toy; "
+        "from train import config; config.CONFIGS['toy'] = ('for the tests', toy.CONFIG); "
+        f"exec({before!r}); runpy.run_module({module!r}, run_name='__main__', alter_sys=True)"
+    )
+    return [sys.executable, "-P", "-c", program, *arguments]
+
+
+def environment(**changes: str) -> dict[str, str]:
+    """The environment of such a command: it chooses its own devices, and compiles quickly."""
+    kept = {key: value for key, value in os.environ.items() if key != "JAX_NUM_CPU_DEVICES"}
+    return kept | {"XLA_FLAGS": "--xla_backend_optimization_level=0"} | changes
 
 
 def write_text(path: Path, length: int = 6000) -> Path:

@@ -41,9 +41,13 @@ class Log:
         partial.write_text("".join(json.dumps(record) + "\n" for record in kept), encoding="utf-8")
         partial.replace(path)
         self._file = path.open("a", encoding="utf-8")
+        self._last = kept[-1] if kept else None
 
     def write(self, record: dict[str, Any]) -> None:
-        """Adds a record, at once."""
+        """Adds a record, at once; one that just repeats the last is left out."""
+        if record == self._last:
+            return
+        self._last = record
         self._file.write(json.dumps(record) + "\n")
         self._file.flush()
 

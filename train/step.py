@@ -29,7 +29,7 @@ class TrainState(NamedTuple):
 
     params: dict[str, Array]
     biases: dict[str, Array]
-    optimizer: optax.OptState
+    optimizer: Any
     step: Int[Array, ""]
 
 
@@ -124,7 +124,7 @@ class Trainer:
         with jax.numpy_dtype_promotion("standard"):  # optax mixes counts and rates
             updates, optimizer = self.optimizer.update(grads, state.optimizer, state.params)
             learning_rate = schedule(self.config.optimizer)(state.step)
-        params = optax.apply_updates(state.params, updates)
+        params: Any = optax.apply_updates(state.params, updates)
         metrics = {
             "loss": loss,
             "grad_norm": jnp.sqrt(sum(jnp.vdot(grad, grad) for grad in grads.values())),
