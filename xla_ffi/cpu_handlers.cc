@@ -43,7 +43,7 @@ struct Attributes {
 }  // namespace
 }  // namespace jax_moe
 
-XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(jax_moe::Attributes,                         //
+XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(jax_moe::Attributes,                     //
                                       StructMember<int64_t>("group"),          //
                                       StructMember<int64_t>("num_ranks"),      //
                                       StructMember<int64_t>("virtual_ranks"),  //
@@ -98,7 +98,8 @@ class SpecBuilder {
   void Expect(const char* name, const Buffer& buffer, std::initializer_list<int64_t> shape) {
     const auto dimensions = buffer.dimensions();
     if (!std::equal(dimensions.begin(), dimensions.end(), shape.begin(), shape.end())) {
-      Fail(std::string(name) + " has the wrong shape; call the functions of jax_moe, which shape it");
+      Fail(std::string(name) +
+           " has the wrong shape; call the functions of jax_moe, which shape it");
     }
   }
 
@@ -166,10 +167,9 @@ ffi::ErrorOr<std::unique_ptr<CpuState>> Instantiate(Attributes) {
 }
 
 ffi::Future Plan(CpuState* state, ffi::RunId run_id, Where where, Ids expert_ids,
-                 ffi::Result<Ids> valid_ids, ffi::Result<Ids> positions,
-                 ffi::Result<Ints> sources, ffi::Result<Ints> group_sizes,
-                 ffi::Result<Ints> padded_group_sizes, ffi::Result<Ints> dropped,
-                 ffi::Result<Ints> invalid, Attributes attributes) {
+                 ffi::Result<Ids> valid_ids, ffi::Result<Ids> positions, ffi::Result<Ints> sources,
+                 ffi::Result<Ints> group_sizes, ffi::Result<Ints> padded_group_sizes,
+                 ffi::Result<Ints> dropped, ffi::Result<Ints> invalid, Attributes attributes) {
   SpecBuilder builder(OperationKind::kPlan, attributes);
   const int64_t num_tokens = expert_ids.dimensions()[0];
   const int64_t top_k = expert_ids.dimensions()[1];
@@ -184,10 +184,10 @@ ffi::Future Plan(CpuState* state, ffi::RunId run_id, Where where, Ids expert_ids
   builder.Expect("invalid", *invalid, {attributes.virtual_ranks});
   DeviceBuffers buffers;
   buffers.args = {expert_ids.untyped_data()};
-  buffers.rets = {valid_ids->untyped_data(),   positions->untyped_data(),
-                  sources->untyped_data(),     group_sizes->untyped_data(),
-                  padded_group_sizes->untyped_data(), dropped->untyped_data(),
-                  invalid->untyped_data()};
+  buffers.rets = {
+      valid_ids->untyped_data(),   positions->untyped_data(),          sources->untyped_data(),
+      group_sizes->untyped_data(), padded_group_sizes->untyped_data(), dropped->untyped_data(),
+      invalid->untyped_data()};
   return Join(state, run_id, where, builder, buffers);
 }
 
@@ -256,15 +256,15 @@ XLA_FFI_Error* CpuPlan(XLA_FFI_CallFrame* call_frame) {
                          ffi::Ffi::Bind()
                              .Ctx<ffi::State<CpuState>>()
                              .Ctx<ffi::RunId>()
-                             .Arg<Where>()   // where i32[2]
-                             .Arg<Ids>()     // expert_ids i32[V*T, K]
-                             .Ret<Ids>()     // expert_ids i32[V*T, K]
-                             .Ret<Ids>()     // positions i32[V*T, K]
-                             .Ret<Ints>()    // sources i32[V*C]
-                             .Ret<Ints>()    // group_sizes i32[V*E/R]
-                             .Ret<Ints>()    // padded_group_sizes i32[V*E/R]
-                             .Ret<Ints>()    // dropped i32[V*E/R]
-                             .Ret<Ints>()    // invalid i32[V]
+                             .Arg<Where>()  // where i32[2]
+                             .Arg<Ids>()    // expert_ids i32[V*T, K]
+                             .Ret<Ids>()    // expert_ids i32[V*T, K]
+                             .Ret<Ids>()    // positions i32[V*T, K]
+                             .Ret<Ints>()   // sources i32[V*C]
+                             .Ret<Ints>()   // group_sizes i32[V*E/R]
+                             .Ret<Ints>()   // padded_group_sizes i32[V*E/R]
+                             .Ret<Ints>()   // dropped i32[V*E/R]
+                             .Ret<Ints>()   // invalid i32[V]
                              .Attrs<Attributes>());
   return (*handler)(call_frame);
 }

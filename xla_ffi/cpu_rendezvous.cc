@@ -66,9 +66,8 @@ std::string ListRanks(const Rendezvous& meeting, Wanted wanted) {
 }
 
 std::string ListArrived(const Rendezvous& meeting, bool arrived) {
-  return ListRanks(meeting, [&](int64_t device) {
-    return meeting.arrivals[device].has_value() == arrived;
-  });
+  return ListRanks(meeting,
+                   [&](int64_t device) { return meeting.arrivals[device].has_value() == arrived; });
 }
 
 }  // namespace
@@ -170,7 +169,8 @@ void Complete(std::vector<std::optional<Arrival>> arrivals, const Status& status
   }
 }
 
-// Ends `meeting` unless it is over already; the caller holds no lock. A mismatch names `why` itself.
+// Ends `meeting` unless it is over already; the caller holds no lock. A mismatch names `why`
+// itself.
 void Abandon(const std::shared_ptr<Rendezvous>& meeting, StatusCode code, const std::string& why) {
   std::vector<std::optional<Arrival>> arrivals;
   {
@@ -195,8 +195,8 @@ void Expire(const std::shared_ptr<Rendezvous>& meeting) {
     if (group.has_value()) {
       why << ": no answer from ranks " << ListArrived(*meeting, false) << " within "
           << group->timeout.count() << " s of the first arrival. " << group->description
-          << ", instance " << meeting->instance << ": arrived ranks "
-          << ListArrived(*meeting, true) << ", MISSING ranks " << ListArrived(*meeting, false)
+          << ", instance " << meeting->instance << ": arrived ranks " << ListArrived(*meeting, true)
+          << ", MISSING ranks " << ListArrived(*meeting, false)
           << ". Every device of the group must make the same calls: look for a jax.lax.cond or "
              "while_loop around this one that differs between ranks, for an error on a missing "
              "rank or a thread that died; if the ranks are only slow, give them longer with "
@@ -207,8 +207,9 @@ void Expire(const std::shared_ptr<Rendezvous>& meeting) {
           << "; close a group only after its last call, or call group.rebuild().";
     }
   }
-  Abandon(meeting, group.has_value() ? StatusCode::kDeadlineExceeded
-                                     : StatusCode::kFailedPrecondition, why.str());
+  Abandon(meeting,
+          group.has_value() ? StatusCode::kDeadlineExceeded : StatusCode::kFailedPrecondition,
+          why.str());
 }
 
 void Runtime::WatchLoop() {
@@ -328,10 +329,10 @@ void CallSite::Join(Arrival arrival) {
     }
   }
   if (!tombstone.empty()) {
-    return arrival.done({StatusCode::kFailedPrecondition,
-                         "device " + std::to_string(arrival.device) +
-                             " of the group came too late, to a call that had failed: " +
-                             tombstone});
+    return arrival.done(
+        {StatusCode::kFailedPrecondition,
+         "device " + std::to_string(arrival.device) +
+             " of the group came too late, to a call that had failed: " + tombstone});
   }
   if (!mismatch.empty()) {
     Abandon(meeting, StatusCode::kInvalidArgument, mismatch);
@@ -346,8 +347,7 @@ void CallSite::Join(Arrival arrival) {
 }
 
 void RegisterGroup(int64_t key, double timeout_s, std::string description) {
-  Runtime::Get().Register(
-      key, {std::chrono::duration<double>(timeout_s), std::move(description)});
+  Runtime::Get().Register(key, {std::chrono::duration<double>(timeout_s), std::move(description)});
 }
 
 void UnregisterGroup(int64_t key) { Runtime::Get().Unregister(key); }

@@ -26,7 +26,7 @@ struct Arrival {
   int64_t instance = 0;  // which of the mesh's groups
   int64_t device = 0;    // index in that group
   CallSpec spec;
-  DeviceBuffers buffers;                     // must stay valid until `done`
+  DeviceBuffers buffers;                    // must stay valid until `done`
   std::function<void(const Status&)> done;  // called once
 };
 

@@ -2,7 +2,7 @@
 
 #include <algorithm>
 #include <bit>
-#include <cstring>
+#include <vector>
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -13,8 +13,7 @@
 // Compiles the function once per vector width and picks one when the library is loaded. The
 // results are the same: each lane does the same IEEE additions in the same order.
 #if defined(__x86_64__) && !defined(JAX_MOE_NO_TARGET_CLONES)
-#define JAX_MOE_VECTORISE \
-  __attribute__((noinline, target_clones("default", "avx2", "arch=x86-64-v4")))
+#define JAX_MOE_VECTORISE __attribute__((noinline, target_clones("default", "avx2")))
 #else
 #define JAX_MOE_VECTORISE __attribute__((noinline))
 #endif
@@ -52,16 +51,50 @@ struct BFloat16 {
   }
 };
 
-template <typename T>
-JAX_MOE_INLINE void LoadRow(float* __restrict acc, const typename T::Bits* __restrict row,
-                            int64_t n) {
-  for (int64_t i = 0; i < n; ++i) acc[i] = T::Load(row[i]);
+// Rows added in one pass over the accumulator, which is then loaded and stored once for all.
+constexpr int64_t kMaxRows = 4;
+
+// What a pass does with the sum of its rows.
+enum class Into {
+  kAccumulator,  // acc = row + row + ..., or acc + row + row + ...
+  kPartial,      // rounds row + row + ... first: one rank's partial sum
+};
+
+// One pass over n elements: adds the rows in order. kFirst: the accumulator holds nothing yet.
+template <typename T, Into kInto, bool kFirst, int64_t kRows>
+JAX_MOE_INLINE void Pass(float* __restrict acc, const typename T::Bits* const* rows, int64_t n) {
+  const typename T::Bits* r[kRows];
+  for (int64_t j = 0; j < kRows; ++j) r[j] = rows[j];
+  constexpr bool kFromRow = kFirst || kInto == Into::kPartial;
+  for (int64_t i = 0; i < n; ++i) {
+    float sum = kFromRow ? T::Load(r[0][i]) : acc[i];
+    for (int64_t j = kFromRow ? 1 : 0; j < kRows; ++j) sum += T::Load(r[j][i]);
+    if (kInto == Into::kPartial) {
+      sum = T::Round(sum);
+      if (!kFirst) sum = acc[i] + sum;
+    }
+    acc[i] = sum;
+  }
 }
 
+// Adds rows one by one to the accumulator, or starts it with them.
 template <typename T>
-JAX_MOE_INLINE void AddRow(float* __restrict acc, const typename T::Bits* __restrict row,
-                           int64_t n) {
-  for (int64_t i = 0; i < n; ++i) acc[i] += T::Load(row[i]);
+JAX_MOE_INLINE void AddRows(bool first, float* acc, const typename T::Bits* const* rows,
+                            int64_t num_rows, int64_t n) {
+  constexpr Into kAcc = Into::kAccumulator;
+  static_assert(kMaxRows == 4);
+  for (int64_t done = 0; done < num_rows; done += kMaxRows, first = false) {
+    const typename T::Bits* const* now = rows + done;
+    const int64_t count = std::min(kMaxRows, num_rows - done);
+    if (first && count == 1) Pass<T, kAcc, true, 1>(acc, now, n);
+    if (first && count == 2) Pass<T, kAcc, true, 2>(acc, now, n);
+    if (first && count == 3) Pass<T, kAcc, true, 3>(acc, now, n);
+    if (first && count == 4) Pass<T, kAcc, true, 4>(acc, now, n);
+    if (!first && count == 1) Pass<T, kAcc, false, 1>(acc, now, n);
+    if (!first && count == 2) Pass<T, kAcc, false, 2>(acc, now, n);
+    if (!first && count == 3) Pass<T, kAcc, false, 3>(acc, now, n);
+    if (!first && count == 4) Pass<T, kAcc, false, 4>(acc, now, n);
+  }
 }
 
 template <typename T>
@@ -69,69 +102,89 @@ JAX_MOE_INLINE void RoundAll(float* __restrict acc, int64_t n) {
   for (int64_t i = 0; i < n; ++i) acc[i] = T::Round(acc[i]);
 }
 
-template <typename T>
-JAX_MOE_INLINE void StoreRow(typename T::Bits* __restrict row, const float* __restrict acc,
-                             int64_t n) {
-  for (int64_t i = 0; i < n; ++i) row[i] = T::Store(acc[i]);
-}
-
 JAX_MOE_INLINE void AddAll(float* __restrict acc, const float* __restrict other, int64_t n) {
   for (int64_t i = 0; i < n; ++i) acc[i] += other[i];
 }
 
-// Sums the terms [begin, end) of one rank over [offset, offset + n) into `acc`.
+// Adds the partial sum of one rank's rows (two or more), or starts the accumulator with it.
 template <typename T>
-JAX_MOE_INLINE void SumRank(const Term* terms, int64_t begin, int64_t end, int64_t offset,
-                            int64_t n, float* acc) {
-  using Bits = typename T::Bits;
-  LoadRow<T>(acc, static_cast<const Bits*>(terms[begin].row) + offset, n);
-  for (int64_t i = begin + 1; i < end; ++i) {
-    AddRow<T>(acc, static_cast<const Bits*>(terms[i].row) + offset, n);
+JAX_MOE_INLINE void AddPartial(bool first, float* acc, float* scratch,
+                               const typename T::Bits* const* rows, int64_t num_rows, int64_t n) {
+  if (first && num_rows == 2) return Pass<T, Into::kPartial, true, 2>(acc, rows, n);
+  if (first && num_rows == 3) return Pass<T, Into::kPartial, true, 3>(acc, rows, n);
+  if (!first && num_rows == 2) return Pass<T, Into::kPartial, false, 2>(acc, rows, n);
+  if (!first && num_rows == 3) return Pass<T, Into::kPartial, false, 3>(acc, rows, n);
+  float* partial = first ? acc : scratch;
+  Pass<T, Into::kAccumulator, true, 4>(partial, rows, n);
+  int64_t done = 4;
+  for (; done + 4 <= num_rows; done += 4) {
+    Pass<T, Into::kAccumulator, false, 4>(partial, rows + done, n);
   }
-  if (end - begin > 1) RoundAll<T>(acc, n);
+  for (; done < num_rows; ++done) Pass<T, Into::kAccumulator, false, 1>(partial, rows + done, n);
+  RoundAll<T>(partial, n);
+  if (!first) AddAll(acc, scratch, n);
 }
 
-// Sums the terms [begin, end) of one node into `acc`; `scratch` holds one rank's partial sum.
+// Sums the terms of one node into `acc`, not rounded; returns how many partial sums that were.
 template <typename T>
-JAX_MOE_INLINE void SumNode(const Term* terms, int64_t begin, int64_t end, int64_t offset,
-                            int64_t n, float* acc, float* scratch) {
-  using Bits = typename T::Bits;
+JAX_MOE_INLINE int64_t SumNode(const Term* terms, const typename T::Bits* const* rows,
+                               int64_t num_terms, float* acc, float* scratch, int64_t n) {
+  const auto is_alone = [&](int64_t i) {
+    return (i == 0 || terms[i - 1].rank != terms[i].rank) &&
+           (i + 1 == num_terms || terms[i + 1].rank != terms[i].rank);
+  };
   int64_t num_partials = 0;
-  while (begin < end) {
-    int64_t rank_end = begin + 1;
-    while (rank_end < end && terms[rank_end].rank == terms[begin].rank) ++rank_end;
-    if (num_partials == 0) {
-      SumRank<T>(terms, begin, rank_end, offset, n, acc);
-    } else if (rank_end - begin == 1) {
-      AddRow<T>(acc, static_cast<const Bits*>(terms[begin].row) + offset, n);
+  for (int64_t begin = 0, end; begin < num_terms; begin = end) {
+    end = begin + 1;
+    if (is_alone(begin)) {  // and all alone ones that follow: their partial sums are their rows
+      while (end < num_terms && is_alone(end)) ++end;
+      AddRows<T>(num_partials == 0, acc, rows + begin, end - begin, n);
+      num_partials += end - begin;
     } else {
-      SumRank<T>(terms, begin, rank_end, offset, n, scratch);
-      AddAll(acc, scratch, n);
+      while (end < num_terms && terms[end].rank == terms[begin].rank) ++end;
+      AddPartial<T>(num_partials == 0, acc, scratch, rows + begin, end - begin, n);
+      ++num_partials;
     }
-    ++num_partials;
-    begin = rank_end;
   }
-  if (num_partials > 1) RoundAll<T>(acc, n);
+  return num_partials;
 }
+
+// One block of elements of one token.
+template <typename T>
+JAX_MOE_INLINE void SumBlock(const Term* terms, const typename T::Bits* const* rows,
+                             int64_t num_terms, typename T::Bits* __restrict out, int64_t n) {
+  alignas(64) float total[kBlock];
+  alignas(64) float node[kBlock];
+  alignas(64) float scratch[kBlock];
+  int64_t num_nodes = 0;
+  for (int64_t begin = 0, end; begin < num_terms; begin = end, ++num_nodes) {
+    end = begin + 1;
+    while (end < num_terms && terms[end].node == terms[begin].node) ++end;
+    float* acc = num_nodes == 0 ? total : node;
+    const int64_t num_partials =
+        SumNode<T>(terms + begin, rows + begin, end - begin, acc, scratch, n);
+    if (num_partials > 1 && end - begin < num_terms) RoundAll<T>(acc, n);
+    if (num_nodes > 0) AddAll(total, node, n);
+  }
+  // Rounding twice is rounding once, so that a single node's sum needs no case of its own.
+  for (int64_t i = 0; i < n; ++i) out[i] = T::Store(T::Round(total[i]));
+}
+
+// Rows that one token can have without an allocation.
+constexpr int64_t kFewRows = 32;
 
 template <typename T>
 JAX_MOE_INLINE void Sum(const Term* terms, int64_t num_terms, int64_t hidden,
                         typename T::Bits* out) {
-  alignas(64) float total[kBlock];
-  alignas(64) float node[kBlock];
-  alignas(64) float scratch[kBlock];
+  const typename T::Bits* few[kFewRows];
+  std::vector<const typename T::Bits*> many(num_terms > kFewRows ? num_terms : 0);
+  const typename T::Bits** rows = num_terms > kFewRows ? many.data() : few;
+  for (int64_t i = 0; i < num_terms; ++i) {
+    rows[i] = static_cast<const typename T::Bits*>(terms[i].row);
+  }
   for (int64_t offset = 0; offset < hidden; offset += kBlock) {
-    const int64_t n = std::min(kBlock, hidden - offset);
-    int64_t num_nodes = 0;
-    for (int64_t begin = 0; begin < num_terms; ++num_nodes) {
-      int64_t end = begin + 1;
-      while (end < num_terms && terms[end].node == terms[begin].node) ++end;
-      SumNode<T>(terms, begin, end, offset, n, num_nodes == 0 ? total : node, scratch);
-      if (num_nodes > 0) AddAll(total, node, n);
-      begin = end;
-    }
-    if (num_nodes > 1) RoundAll<T>(total, n);
-    StoreRow<T>(out + offset, total, n);
+    SumBlock<T>(terms, rows, num_terms, out + offset, std::min(kBlock, hidden - offset));
+    for (int64_t i = 0; i < num_terms; ++i) rows[i] += kBlock;
   }
 }
 

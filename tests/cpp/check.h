@@ -6,13 +6,13 @@
 #include <cstdlib>
 #include <iostream>
 
-#define CHECK_THAT(condition, ...)                                                          \
-  do {                                                                                      \
-    if (!(condition)) {                                                                     \
-      std::cerr << __FILE__ << ":" << __LINE__ << ": " << #condition << " does not hold: " \
-                << __VA_ARGS__ << std::endl;                                                \
-      std::_Exit(1);                                                                        \
-    }                                                                                       \
+#define CHECK_THAT(condition, ...)                                   \
+  do {                                                               \
+    if (!(condition)) {                                              \
+      std::cerr << __FILE__ << ":" << __LINE__ << ": " << #condition \
+                << " does not hold: " << __VA_ARGS__ << std::endl;   \
+      std::_Exit(1);                                                 \
+    }                                                                \
   } while (0)
 
 #define CHECK_CONTAINS(text, part) \

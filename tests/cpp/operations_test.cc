@@ -6,6 +6,7 @@
 #include <thread>
 
 #include "check.h"
+#include "cpu_copies.h"
 #include "cpu_operations.h"
 #include "cpu_sums.h"
 #include "cpu_threads.h"
@@ -75,11 +76,16 @@ void TestOperations() {
   // The worst case, less than it, alignment, an undefined tail, no tokens, no rows, blocks of the
   // hidden size that end in odd places.
   const CallSpec shapes[] = {
-      Shape(1, 1, 1, 1, 1, 1, 1, 1),        Shape(1, 1, 1, 4, 7, 3, 5, 21),
-      Shape(2, 1, 1, 3, 5, 2, 8, 20),       Shape(3, 1, 3, 2, 4, 4, 17, 9, 2),
-      Shape(4, 2, 2, 2, 6, 3, 33, 40, 4),   Shape(6, 3, 2, 1, 5, 6, 64, 30, 1, 0),
-      Shape(8, 1, 2, 2, 3, 5, 1100, 20, 8), Shape(8, 8, 4, 1, 4, 8, 513, 64, 1, 0),
-      Shape(5, 1, 1, 2, 0, 2, 4, 8),        Shape(4, 1, 2, 2, 3, 2, 6, 0),
+      Shape(1, 1, 1, 1, 1, 1, 1, 1),
+      Shape(1, 1, 1, 4, 7, 3, 5, 21),
+      Shape(2, 1, 1, 3, 5, 2, 8, 20),
+      Shape(3, 1, 3, 2, 4, 4, 17, 9, 2),
+      Shape(4, 2, 2, 2, 6, 3, 33, 40, 4),
+      Shape(6, 3, 2, 1, 5, 6, 64, 30, 1, 0),
+      Shape(8, 1, 2, 2, 3, 5, 1100, 20, 8),
+      Shape(8, 8, 4, 1, 4, 8, 513, 64, 1, 0),
+      Shape(5, 1, 1, 2, 0, 2, 4, 8),
+      Shape(4, 1, 2, 2, 3, 2, 6, 0),
       Shape(4, 4, 1, 8, 16, 8, 700, 300, 3, 0),
   };
   ThreadCache& threads = *new ThreadCache;  // its threads may outlive this function
@@ -96,6 +102,26 @@ void TestOperations() {
   // The sums leave the thread's own arithmetic as it was.
   volatile float tiny = 1e-40f;
   CHECK_THAT(tiny * 1.0f != 0.0f, "subnormals are flushed after a combine on this thread");
+}
+
+void TestCopies() {
+  // Lengths around whole lines, sources and targets on and off their alignment.
+  std::vector<char> from(1024), to(1024);
+  std::iota(from.begin(), from.end(), 1);
+  for (int64_t length : {0, 1, 15, 63, 64, 65, 200, 640}) {
+    for (int64_t from_at : {0, 1, 16}) {
+      for (int64_t to_at : {0, 2, 16, 32}) {
+        std::fill(to.begin(), to.end(), 0);
+        CopyStreaming(&to[to_at], &from[from_at], length);
+        FinishStreaming();
+        for (int64_t i = 0; i < 1024; ++i) {
+          const bool inside = i >= to_at && i < to_at + length;
+          const char want = inside ? from[from_at + i - to_at] : 0;
+          CHECK_THAT(to[i] == want, length << " bytes, " << from_at << " to " << to_at);
+        }
+      }
+    }
+  }
 }
 
 void TestWrongInput() {

@@ -34,7 +34,7 @@ class Sum {
  private:
   PayloadType type_;
   int num_terms_ = 0;
-  float value_ = 0;     // not rounded
+  float value_ = 0;    // not rounded
   uint32_t bits_ = 0;  // rounded
 };
 

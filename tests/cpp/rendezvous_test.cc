@@ -1,5 +1,3 @@
-#include "cpu_rendezvous.h"
-
 #include <sys/resource.h>
 
 #include <algorithm>
@@ -14,6 +12,7 @@
 #include <vector>
 
 #include "check.h"
+#include "cpu_rendezvous.h"
 #include "tests.h"
 #include "world.h"
 
@@ -133,10 +132,9 @@ void RunDevice(Program& program, int64_t run_id, int64_t device, Answers& answer
   std::shuffle(order.begin(), order.end(), random);
   for (int site : order) {
     if (random() % 4 == 0) std::this_thread::sleep_for(std::chrono::microseconds(random() % 300));
-    program.sites[site].Join(MakeArrival(*program.worlds[site], Program::Kind(site), run_id, device,
-                                         answers.Slot(site * program.worlds[0]->spec().num_devices() +
-                                                      device),
-                                         program.instance));
+    program.sites[site].Join(MakeArrival(
+        *program.worlds[site], Program::Kind(site), run_id, device,
+        answers.Slot(site * program.worlds[0]->spec().num_devices() + device), program.instance));
   }
 }
 
@@ -236,9 +234,9 @@ void TestCompletions() {
     site.Join(MakeArrival(world, OperationKind::kCombine, 1, d, done));
   }
   std::unique_lock lock(mutex);
-  CHECK_THAT(changed.wait_for(lock, std::chrono::seconds(30),
-                              [&] { return num_ended == kDevices; }),
-             num_ended);
+  CHECK_THAT(
+      changed.wait_for(lock, std::chrono::seconds(30), [&] { return num_ended == kDevices; }),
+      num_ended);
   CHECK_THAT(!threads.contains(std::this_thread::get_id()), "completed inside the last arrival");
 }
 

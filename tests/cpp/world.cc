@@ -135,8 +135,8 @@ DeviceBuffers World::Buffers(OperationKind kind, int64_t d) {
   switch (kind) {
     case OperationKind::kPlan:
       buffers.args = {ids_[d].data()};
-      buffers.rets = {got_ids_[d].data(),   got_positions_[d].data(), got_sources_[d].data(),
-                      got_sizes_[d].data(), got_padded_[d].data(),    got_dropped_[d].data(),
+      buffers.rets = {got_ids_[d].data(),    got_positions_[d].data(), got_sources_[d].data(),
+                      got_sizes_[d].data(),  got_padded_[d].data(),    got_dropped_[d].data(),
                       got_invalid_[d].data()};
       break;
     case OperationKind::kDispatch:
@@ -228,9 +228,9 @@ void World::CheckY(const std::string& what) const {
       const uint32_t want = value(want_y_[d], i);
       const bool both_nan = std::isnan(oracle::FromBits(spec_.payload, got)) &&
                             std::isnan(oracle::FromBits(spec_.payload, want));
-      CHECK_THAT(both_nan || got == want, what << ": y of device " << d << ", element "
-                                               << i / bytes << " has bits " << std::hex << got
-                                               << ", not " << want << "; " << ToString(spec_));
+      CHECK_THAT(both_nan || got == want, what << ": y of device " << d << ", element " << i / bytes
+                                               << " has bits " << std::hex << got << ", not "
+                                               << want << "; " << ToString(spec_));
     }
   }
 }
