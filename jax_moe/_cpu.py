@@ -7,6 +7,8 @@ site meets only itself.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -19,15 +21,9 @@ def plan(expert_ids: jax.Array, spec: PlanSpec) -> _reference.PlanArrays:
     """See `jax_moe.plan`."""
     virtual = spec.group.virtual_ranks
     per_expert = (virtual * spec.experts_per_rank,)
-    shapes = _reference.PlanArrays(
-        expert_ids=expert_ids.shape,
-        positions=expert_ids.shape,
-        sources=(virtual * spec.capacity,),
-        group_sizes=per_expert,
-        padded_group_sizes=per_expert,
-        dropped=per_expert,
-        invalid=(virtual,),
-    )
+    ids, rows = expert_ids.shape, (virtual * spec.capacity,)
+    # expert_ids, positions, sources, the two sizes, dropped, invalid
+    shapes = [ids, ids, rows, per_expert, per_expert, per_expert, (virtual,)]
     results = [(shape, jnp.int32) for shape in shapes]
     return _reference.PlanArrays(*_call("jax_moe_plan", results, spec, expert_ids))
 
@@ -52,7 +48,7 @@ def combine(rows: jax.Array, row_s: jax.Array, plan: Plan) -> tuple[jax.Array, j
     return y, s
 
 
-def _call(target: str, results: list, spec: PlanSpec, *operands: jax.Array) -> list[jax.Array]:
+def _call(target: str, results: list, spec: PlanSpec, *operands: jax.Array) -> Sequence[jax.Array]:
     """Calls a target; the results vary over the mesh axes over which the operands do."""
     here = jax.typeof(operands[0])
     types = [
@@ -68,8 +64,8 @@ def _call(target: str, results: list, spec: PlanSpec, *operands: jax.Array) -> l
     # depend on which of several equal groups computes them.
     where = spec.group.location()
     axes = _implementation.varying_axes(where)
-    operands = [_implementation.cast_varying(operand, axes) for operand in (where, *operands)]
-    return jax.ffi.ffi_call(target, types, vmap_method=None)(*operands, **_attributes(spec))
+    alike = [_implementation.cast_varying(operand, axes) for operand in (where, *operands)]
+    return jax.ffi.ffi_call(target, types, vmap_method=None)(*alike, **_attributes(spec))
 
 
 def _attributes(spec: PlanSpec) -> dict[str, np.int64]:
