@@ -123,7 +123,7 @@ def _lines(outcome: Outcome, conditions: dict[str, str]) -> Iterator[str]:
     yield from _comparison_lines(outcome)
     for name, why in outcome.skipped.items():
         yield ""
-        yield f"Not run: {name}: {why}."
+        yield f"Not run: {name}: {why.rstrip('.')}."
 
 
 def _setting_lines(outcome: Outcome, setting: Setting) -> Iterator[str]:
