@@ -14,6 +14,11 @@ std::string ToString(const PoolSizes& sizes) {
          std::to_string(sizes.payload_bytes) + " bytes a token";
 }
 
+PoolSizes Union(const PoolSizes& a, const PoolSizes& b) {
+  return {std::max(a.tokens, b.tokens), std::max(a.top_k, b.top_k),
+          std::max(a.num_experts, b.num_experts), std::max(a.payload_bytes, b.payload_bytes)};
+}
+
 ptx::CallShape LargestCall(const Topology& topology, const PoolSizes& sizes) {
   ptx::CallShape shape{};
   shape.num_ranks = topology.num_ranks;
@@ -65,37 +70,61 @@ Status Group::CheckCall(const Call& call) {
   return {};
 }
 
-PoolSet* Group::FindRoom(const ptx::CallShape& need) const {
+PoolSet* Group::FindRoom(const PoolSizes& sizes) const {
   for (const auto& set : pools_) {
-    if (set->layout().Fits(need)) return set.get();
+    if (set->layout().Fits(LargestCall(topology_, sizes))) return set.get();
   }
   return nullptr;
 }
 
+PoolSizes Group::GrowBy(const PoolSizes& sizes) const {
+  PoolSizes all = sizes;
+  for (const auto& set : pools_) {
+    if (!set->is_used()) all = Union(all, set->sizes());
+  }
+  return all;
+}
+
 uint64_t Group::MissingBytes(const PoolSizes& sizes) {
   const std::lock_guard<std::mutex> lock(eager_mutex_);
-  if (FindRoom(LargestCall(topology_, sizes)) != nullptr) return 0;
-  return uint64_t{topology_.virtual_ranks} * LayoutOf(topology_.num_ranks, sizes).size;
+  if (FindRoom(sizes) != nullptr) return 0;
+  return uint64_t{topology_.virtual_ranks} * LayoutOf(topology_.num_ranks, GrowBy(sizes)).size;
 }
 
 Status Group::Reserve(const PoolSizes& sizes) {
   const std::lock_guard<std::mutex> lock(eager_mutex_);
-  if (FindRoom(LargestCall(topology_, sizes)) != nullptr) return {};
+  if (FindRoom(sizes) != nullptr) return {};
+  const PoolSizes all = GrowBy(sizes);
   std::unique_ptr<PoolSet> set;
-  Status status = PoolSet::Create(devices_, topology_.num_ranks, topology_.virtual_ranks, sizes,
-                                  timeouts_, &set);
+  Status status =
+      PoolSet::Create(devices_, topology_.num_ranks, topology_.virtual_ranks, all, timeouts_, &set);
   if (!status.ok()) {
-    status.message =
-        topology_.description + ", pool for " + ToString(sizes) + ": " + status.message;
+    status.message = topology_.description + ", pool for " + ToString(all) + ": " + status.message;
     return status;
   }
-  // Kept for good once published, see PoolSet.
-  pools_.push_back(std::move(set));
-  for (auto& slot : slots_) {
-    const std::lock_guard<std::mutex> slot_lock(slot->mutex);
-    slot->pools.push_back(pools_.back().get());
-  }
+  Publish(std::move(set));
   return {};
+}
+
+void Group::Publish(std::unique_ptr<PoolSet> set) {
+  std::vector<std::unique_ptr<PoolSet>> unused;
+  {
+    // All devices change over at once: a call must find the same pool set on each of them.
+    std::vector<std::unique_lock<std::mutex>> locks;
+    for (auto& slot : slots_) locks.emplace_back(slot->mutex);
+    std::vector<std::unique_ptr<PoolSet>> kept;
+    // No launch has seen an unused set, so no CUDA graph holds its addresses.
+    for (auto& old : pools_) (old->is_used() ? kept : unused).push_back(std::move(old));
+    kept.push_back(std::move(set));
+    pools_ = std::move(kept);
+    for (auto& slot : slots_) {
+      slot->pools.clear();
+      for (auto& pool : pools_) slot->pools.push_back(pool.get());
+    }
+  }
+  // Freeing is as allocating, see PoolSet::Create: nothing may be running, and no handler may wait
+  // for this.
+  for (auto& old : unused) old->Drain();
 }
 
 void Group::SetState(State state) {
@@ -187,7 +216,7 @@ std::vector<std::string> Group::TakeNewFaults() {
     faults.push_back(Describe(record, instance));
     // The kernels spread the word within the pool set; the group's other sets hear it from here.
     for (auto& other : pools_) {
-      if (other.get() != set) other->SetAbort(true);
+      if (other.get() != set) other->Break(record.rank);
     }
   });
   return faults;
@@ -247,6 +276,7 @@ Status Group::Launch(int ordinal, Call call, const std::array<const void*, kNumA
             topology_.description + " has no pool with room for a call of " + ToString(need) +
                 "; programs that were not lowered in this process need group.reserve(...) first"};
   }
+  (*set)->MarkUsed();
   const DevicePools& part = (*set)->at(slot.instance, slot.index);
   ptx::Params params = ptx::MakeParams(call.shape, (*set)->layout(), shape.blocks_per_rank,
                                        shape.link_blocks, shape.chunk_tokens);

@@ -37,7 +37,10 @@ class Group {
   // Eager operations, one at a time. They may wait for the devices.
   Status CheckCall(const Call& call);             // limits and launch shape
   uint64_t MissingBytes(const PoolSizes& sizes);  // per device; 0 if a pool set has room
-  Status Reserve(const PoolSizes& sizes);         // makes a pool set unless one has room
+  // Makes a pool set unless one has room. It takes the place of those that no call has used yet, so
+  // that a program's plan, which is lowered first and needs little, shares its pool with the
+  // exchanges: when the plan fails, they do.
+  Status Reserve(const PoolSizes& sizes);
   Status Close();
   Status Rebuild();
   Status EnsureUsable();  // Rebuild if closed or broken
@@ -72,7 +75,9 @@ class Group {
   Group(Topology topology, const Timeouts& timeouts)
       : topology_(std::move(topology)), timeouts_(timeouts) {}
   Status Open();
-  PoolSet* FindRoom(const ptx::CallShape& need) const;
+  PoolSet* FindRoom(const PoolSizes& sizes) const;
+  PoolSizes GrowBy(const PoolSizes& sizes) const;
+  void Publish(std::unique_ptr<PoolSet> set);
   void SetState(State state);
   Status Suspend();
   Status RebuildLocked();

@@ -35,7 +35,7 @@ ptx::PoolLayout LayoutOf(uint32_t num_ranks, const PoolSizes& sizes) {
                                sizes.payload_bytes);
 }
 
-// Only reached where something failed half-way: a finished pool set is kept for good.
+// For a set that failed half-way or that no call has used: one in use is kept for good.
 DevicePools::~DevicePools() {
   FreePools();
   const ScopedContext entered(device_->context());
@@ -91,6 +91,15 @@ Status DevicePools::FreePools() {
   while (!pools_.empty()) {
     JAX_MOE_CUDA_RETURN_IF_ERROR(driver().cuMemFree_v2(pools_.back()));
     pools_.pop_back();
+  }
+  return {};
+}
+
+Status DevicePools::WriteAbortWords(uint32_t word) {
+  JAX_MOE_CUDA_ENTER(device_->context());
+  for (const DevicePtr pool : pools_) {
+    JAX_MOE_CUDA_RETURN_IF_ERROR(
+        driver().cuMemcpyHtoD_v2(pool + ABI_POOL_ABORT, &word, sizeof(word)));
   }
   return {};
 }
@@ -250,6 +259,11 @@ void PoolSet::SetAbort(bool abort) {
     part.SetAbort(abort);
     return Status{};
   });
+}
+
+void PoolSet::Break(uint32_t rank) {
+  SetAbort(true);  // for calls that wait; the word below is for those to come
+  ForEach([&](DevicePools& part) { return part.WriteAbortWords(1 + rank); });
 }
 
 }  // namespace jax_moe::cuda

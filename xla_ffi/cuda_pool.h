@@ -1,14 +1,15 @@
 // The symmetric memory of a group: a pool per rank, each device's table of pools, and its report
 // page.
 //
-// A pool set never moves and is never freed, because captured CUDA graphs keep the addresses of its
-// tables and reports and replay without asking the host. Only the pools themselves can be given
-// back, after the tables point to tombstones: pool heads whose abort word is set, at which a kernel
-// fills its outputs and ends.
+// A pool set in use never moves and is never freed, because captured CUDA graphs keep the addresses
+// of its tables and reports and replay without asking the host. Only the pools themselves can be
+// given back, after the tables point to tombstones: pool heads whose abort word is set, at which a
+// kernel fills its outputs and ends.
 
 #ifndef JAX_MOE_CUDA_POOL_H_
 #define JAX_MOE_CUDA_POOL_H_
 
+#include <atomic>
 #include <cstdint>
 #include <memory>
 #include <string>
@@ -51,6 +52,7 @@ class DevicePools {
   Status AllocatePools(uint64_t pool_bytes);  // one for each of the device's ranks
   Status ZeroPools();
   Status FreePools();
+  Status WriteAbortWords(uint32_t word);
   // Writes the addresses at which this device finds the pools of all ranks.
   Status WriteTable(const std::vector<DevicePtr>& addresses);
 
@@ -92,6 +94,8 @@ class PoolSet {
   // On each device; what Create or Restore will allocate there.
   uint64_t bytes_per_device() const { return virtual_ranks_ * layout_.size; }
 
+  // Waits for all that runs on the devices.
+  Status Drain();
   // Ends all calls, waits for them, and leaves the tables pointing to tombstones.
   Status Suspend();
   // Frees the pools of a suspended set.
@@ -100,16 +104,22 @@ class PoolSet {
   Status Restore(const Timeouts& timeouts);
   void SetTimeouts(const Timeouts& timeouts);
   void SetAbort(bool abort);
+  // Makes all calls end as if that rank had given up, until Restore.
+  void Break(uint32_t rank);
+
+  // Whether a call may have been launched, or captured, with this set.
+  bool is_used() const { return is_used_; }
+  void MarkUsed() { is_used_ = true; }
 
  private:
   Status CheckRoom() const;
   DevicePtr AddressSeenFrom(const DevicePools& viewer, const DevicePools& owner, uint32_t v,
                             bool tombstones) const;
   Status WriteTables(bool tombstones);
-  Status Drain();
   template <typename Function>
   Status ForEach(Function function);
 
+  std::atomic<bool> is_used_ = false;
   uint32_t virtual_ranks_ = 1;
   PoolSizes sizes_;
   ptx::PoolLayout layout_{};

@@ -194,7 +194,13 @@ void TestPools() {
       {"the group", "GPU 0 (Fake H200)", "free beside XLA", "XLA_PYTHON_CLIENT_MEM_FRACTION"});
   for (uint64_t used : state->used_bytes) CHECK_THAT(used == 0, "a failed pool leaks " << used);
   settings->memory_bytes = uint64_t{1} << 32;
+  // What no call has used yet is replaced by what has room for both.
+  CheckOk(group->Reserve({128, 4, 16, 0}));
+  const PoolSizes both{128, 4, 16, 512};
+  CHECK_THAT(group->MissingBytes(sizes) == 2 * LayoutOf(4, both).size, "");
   CheckOk(group->Reserve(sizes));
+  const uint64_t used = state->used_bytes[0];
+  CHECK_THAT(used >= 2 * LayoutOf(4, both).size && used < 2 * LayoutOf(4, both).size + 65536, used);
   const int64_t allocations = state->num_allocations;
   CheckOk(group->Reserve({32, 2, 8, 256}));  // has room already
   CHECK_THAT(group->MissingBytes(sizes) == 0 && state->num_allocations == allocations, "");
@@ -230,7 +236,7 @@ void TestLaunch() {
   all.insert(all.end(), pools[2], pools[2] + 4);
   std::sort(all.begin(), all.end());
   CHECK_THAT(std::unique(all.begin(), all.end()) == all.end(), "pools shared");
-  const uint64_t bytes = LayoutOf(4, {64, 4, 16, 512}).size;
+  const uint64_t bytes = LayoutOf(4, {128, 4, 16, 512}).size;
   for (const uint64_t pool : all) {
     for (uint64_t at = 0; at < bytes; at += 8) CHECK_THAT(At<uint64_t>(pool + at) == 0, at);
   }
@@ -248,6 +254,15 @@ void Record(int ordinal, uint32_t v, const ptx::Record& record) {
 }
 
 void TestFaults() {
+  // A call too large for the pool set in use gets another one.
+  Call large = MakeCall(ABI_OPERATION_DISPATCH);
+  large.shape.payload_bytes = 2048;
+  CheckOk(group->Reserve({64, 4, 16, 2048}));
+  CheckOk(group->Launch(0, large, arrays, nullptr));
+  const uint64_t other_pool = At<uint64_t>(Launched().pools);
+  CheckOk(Launch(0, ABI_OPERATION_DISPATCH));
+  CHECK_THAT(At<uint64_t>(Launched().pools) != other_pool, "");
+  CHECK_THAT(At<uint32_t>(other_pool + ABI_POOL_ABORT) == 0, "");
   CHECK_THAT(group->Faults().empty(), group->Faults()[0]);
   ptx::Record record{};
   record.operation = ABI_OPERATION_COMBINE;
@@ -271,6 +286,8 @@ void TestFaults() {
     }
   }
   CHECK_THAT(group->TakeNewFaults().empty(), "the monitor did not take it");
+  // A second pool set of the group hears of it, in both instances.
+  CHECK_THAT(At<uint32_t>(other_pool + ABI_POOL_ABORT) == 1 + 2, "");
   const Place place{"g", 0, 1, {0}, 4};
   record.phase = ABI_PHASE_JOIN;
   CHECK_CONTAINS(Describe(record, place), "phase join: rank 2 (GPU 0) waited 10.1 s for rank 1");
@@ -300,7 +317,9 @@ void TestRebuildAndClose() {
   const uint64_t used = state->used_bytes[0];
   CheckOk(group->Close());
   CheckOk(group->Close());
-  CHECK_THAT(state->used_bytes[0] + 2 * LayoutOf(4, {64, 4, 16, 512}).size == used, "not freed");
+  const uint64_t pools =
+      2 * LayoutOf(4, {128, 4, 16, 512}).size + 2 * LayoutOf(4, {64, 4, 16, 2048}).size;
+  CHECK_THAT(state->used_bytes[0] + pools == used, "not freed");
   CHECK_THAT(At<uint32_t>(report + ABI_REPORT_HOST_ABORT) == 1, "");
   for (int rank = 0; rank < 4; ++rank) {
     const uint64_t tombstone = At<uint64_t>(table + 8 * rank);
@@ -333,7 +352,7 @@ void TestLaunchesBesideRebuild() {
   for (int round = 0; round < 30; ++round) {
     CheckOk(group->Close());
     CheckOk(group->Rebuild());
-    CheckOk(group->Reserve({64, 4, 16, 512u + 16 * round}));
+    CheckOk(group->Reserve({64, 4, 16, 4096u + 16 * round}));
   }
   done = true;
   for (auto& thread : threads) thread.join();
