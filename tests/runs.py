@@ -126,26 +126,12 @@ def setting_for(case: cases.Case, implementation: str) -> Setting:
     return setting(case.on_devices(most), "cuda")
 
 
-def _serves(implementation: str, case: cases.Case) -> bool:
-    """Whether an implementation can run a case on one device of its own."""
-    if implementation != "ptx":
-        return True
-    row_bytes = case.hidden * case.payload.itemsize
-    return case.groups == 1 and case.ranks <= 8 and row_bytes % 16 == 0
-
-
 def pairs(all_cases: tuple[cases.Case, ...] = cases.CASES) -> list:
-    """Parameters (case, implementation) of the tests that take every implementation."""
+    """Parameters (case, implementation) of the tests on CPU devices; tests/gpu has those on GPUs."""
     return [
-        pytest.param(
-            case,
-            implementation,
-            id=f"{case}-{implementation}",
-            marks=[pytest.mark.gpu1] if implementation == "ptx" else [],
-        )
+        pytest.param(case, implementation, id=f"{case}-{implementation}")
         for case in all_cases
-        for implementation in (*cases.IMPLEMENTATIONS, "ptx")
-        if _serves(implementation, case)
+        for implementation in cases.IMPLEMENTATIONS
     ]
 
 
