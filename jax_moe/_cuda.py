@@ -55,7 +55,7 @@ def _wrong_devices(group: ExpertGroup) -> str | None:
     return None
 
 
-def is_cuda(device: jax.Device) -> bool:
+def is_cuda(device: jax.Device) -> bool:  # pyright: ignore[reportInvalidTypeForm]
     """Whether it is an NVIDIA GPU."""
     return device.platform == "gpu" and "rocm" not in device.client.platform_version.lower()
 

@@ -161,7 +161,7 @@ class ExpertGroup:
         return tuple(axis for axis in self.mesh.axis_names if axis not in self.axes)
 
     @property
-    def devices(self) -> tuple[jax.Device, ...]:
+    def devices(self) -> tuple[jax.Device, ...]:  # pyright: ignore[reportInvalidTypeForm]
         """Devices of the mesh; empty on an AbstractMesh."""
         return tuple(self.mesh.devices.flat) if isinstance(self.mesh, Mesh) else ()
 
