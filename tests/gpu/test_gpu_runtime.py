@@ -44,3 +44,34 @@ def test_kernels_that_the_driver_compiled():
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     assert json.loads(done.stdout.splitlines()[-1])["precompiled"] is False
+
+
+CPU_ERROR = """
+import jax, jax_moe, numpy as np
+assert jax.devices()[0].platform == "gpu"  # its plugin is loaded
+mesh = jax_moe.make_mesh(devices=jax.devices("cpu")[:1])
+group = jax_moe.ExpertGroup(mesh)
+spec = jax.P(mesh.axis_names)
+plan = jax.jit(jax.shard_map(
+    lambda ids: jax_moe.plan(ids, group=group, num_experts=2).sources,
+    mesh=mesh, in_specs=spec, out_specs=spec,
+))
+ids = np.zeros((4, 1), np.int32)
+plan(ids)
+group.close()
+try:
+    jax.block_until_ready(plan(ids))
+except jax.errors.JaxRuntimeError as error:
+    assert "group.rebuild()" in str(error), error
+    print("told")
+"""
+
+
+def test_cpu_calls_can_tell_an_error_beside_the_cuda_plugin():
+    """C++ streams once crashed here, where the compiler links the C++ runtime statically."""
+    environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", CPU_ERROR],
+        env=environment, capture_output=True, text=True, timeout=100,
+    )  # fmt: skip
+    assert done.stdout.endswith("told\n"), (done.returncode, done.stderr[-2000:])
