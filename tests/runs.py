@@ -127,7 +127,7 @@ def setting_for(case: cases.Case, implementation: str) -> Setting:
 
 
 def pairs(all_cases: tuple[cases.Case, ...] = cases.CASES) -> list:
-    """Parameters (case, implementation) of the tests on CPU devices; tests/gpu has those on GPUs."""
+    """Parameters (case, implementation) of the tests on CPUs; tests/gpu has those on GPUs."""
     return [
         pytest.param(case, implementation, id=f"{case}-{implementation}")
         for case in all_cases
