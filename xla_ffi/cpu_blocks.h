@@ -11,6 +11,7 @@
 #include <utility>
 #include <vector>
 
+#include "cpu_copies.h"
 #include "cpu_operations.h"
 
 namespace jax_moe {
@@ -46,6 +47,13 @@ class Blocks {
   T* ret(int idx, int64_t rank, int64_t count) const {
     return static_cast<T*>(devices_[rank / virtual_ranks_].rets[idx]) +
            rank % virtual_ranks_ * count;
+  }
+
+  // Result `idx` of every device, of `count` bytes a rank.
+  void PrepareResult(int idx, int64_t count) const {
+    for (const DeviceBuffers& device : devices_) {
+      jax_moe::PrepareResult(device.rets[idx], virtual_ranks_ * count);
+    }
   }
 
  private:

@@ -16,6 +16,7 @@ class CombineOperation final : public Operation {
  public:
   CombineOperation(const CallSpec& spec, std::vector<DeviceBuffers> devices)
       : spec_(spec), blocks_(spec, std::move(devices)) {
+    blocks_.PrepareResult(0, spec_.tokens * spec_.row_bytes());
     const int64_t item_bytes = (spec_.row_bytes() + sizeof(float)) * (spec_.top_k + 1);
     for (int64_t rank = 0; rank < spec_.num_ranks; ++rank) {
       Split(rank, 0, spec_.tokens, item_bytes, ranges_);

@@ -2,6 +2,9 @@
 
 #include <cstring>
 
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
 #if defined(__x86_64__)
 #include <emmintrin.h>
 #endif
@@ -35,6 +38,21 @@ void CopyStreaming(void* to, const void* from, int64_t num_bytes) {
 }
 
 void FinishStreaming() {}
+#endif
+
+#if defined(__linux__)
+void PrepareResult(void* result, int64_t num_bytes) {
+  constexpr int64_t kMappedBytes = int64_t{32} << 20;
+  constexpr uintptr_t kLargePage = uintptr_t{2} << 20;
+  if (num_bytes < kMappedBytes) return;
+  // Only pages that lie within the result.
+  const uintptr_t from = reinterpret_cast<uintptr_t>(result);
+  const uintptr_t begin = (from + kLargePage - 1) / kLargePage * kLargePage;
+  const uintptr_t end = (from + num_bytes) / kLargePage * kLargePage;
+  madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);  // advice: may fail
+}
+#else
+void PrepareResult(void*, int64_t) {}
 #endif
 
 }  // namespace jax_moe

@@ -20,6 +20,7 @@ class DispatchOperation final : public Operation {
  public:
   DispatchOperation(const CallSpec& spec, std::vector<DeviceBuffers> devices)
       : spec_(spec), blocks_(spec, std::move(devices)) {
+    blocks_.PrepareResult(0, spec_.capacity * spec_.row_bytes());
     std::vector<int64_t> ends;
     for (int64_t rank = 0; rank < spec_.num_ranks; ++rank) {
       ends.push_back(LastGroupEnd(rank));
