@@ -19,6 +19,7 @@ from jax_moe.bench._check import Expected
 from jax_moe.bench._clock import Preparation, Times, time_in_turns
 from jax_moe.bench._traffic import Traffic
 
+WARM_UPS = 2  # of what the check has not run yet; on GPUs the first capture a CUDA graph
 COPY_BYTES = {"cpu": 32 << 20, "gpu": 1 << 30}  # per device
 
 
@@ -151,6 +152,8 @@ def _verified_programs(options, problem, ids, skipped, say) -> list[_programs.Pr
         )
         for program in compiled:
             expected.check(program)
+            for _ in range(WARM_UPS if program.calls > 1 else 0):
+                jax.block_until_ready(program.run_repeated())
         programs += compiled
         say(
             f"{problem.routing} {problem.dtype}: {name} compiled and verified in "
