@@ -118,6 +118,7 @@ class Run:
 
     def _start(self) -> tuple[TrainState, int]:
         if self.checkpoints.latest is None:
+            self.console.print("initialising and compiling ...", highlight=False)
             return self.trainer.initialise(), 0
         state, data_state = self.checkpoints.restore(self.trainer.abstract_state)
         self.batches.set_state(data_state)
@@ -142,7 +143,10 @@ class Run:
             # is a millisecond.
             reporter.step(step, metrics, data_s)
             self.group.check()
-            if step == config.steps or stopped():
+            if stopped():
+                reporter.say(f"asked to stop: saving step {step} ...")
+                break
+            if step == config.steps:
                 break
             if step % config.eval_every == 0:
                 reporter.validation(step, validate(self.trainer, state, self.windows))
