@@ -10,6 +10,8 @@
 #include <thread>
 #include <utility>
 
+#include "cpu_sums.h"
+
 namespace jax_moe {
 
 namespace {
@@ -55,6 +57,9 @@ void ThreadCache::Run(Task task) {
 }
 
 void ThreadCache::Loop(Worker& self) {
+  // A completion goes on with XLA's program, and XLA flushes subnormals on all of its own threads:
+  // the program's results must not depend on which thread it goes on.
+  const FlushSubnormals flush;
   do {
     self.task();
   } while (AwaitTask(self));

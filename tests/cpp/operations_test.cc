@@ -99,9 +99,17 @@ void TestOperations() {
       }
     }
   }
-  // The sums leave the thread's own arithmetic as it was.
-  volatile float tiny = 1e-40f;
+  // The sums leave this thread's own arithmetic as it was; XLA's programs that go on with the
+  // cache's threads have subnormals flushed there, as on XLA's own.
+  static volatile float tiny = 1e-40f;
   CHECK_THAT(tiny * 1.0f != 0.0f, "subnormals are flushed after a combine on this thread");
+  std::atomic<int> flushed = -1;
+  threads.Run([&] {
+    flushed = tiny * 1.0f == 0.0f;
+    flushed.notify_one();
+  });
+  flushed.wait(-1);
+  CHECK_THAT(flushed == 1, "subnormals are not flushed on the cache's threads");
 }
 
 void TestCopies() {
