@@ -213,7 +213,7 @@ GROUPS = (
     Case(
         "ep8_wide", tokens=3, experts=16, topk=4, hidden=16384, mesh=(1, 1, 8), dtype="bfloat16"
     ),
-    Case("ep8_none", tokens=4, experts=8, topk=2, hidden=8, mesh=(1, 1, 8), routing="none"),
+    Case("ep8_none", tokens=5, experts=16, topk=2, hidden=8, mesh=(1, 1, 8), routing="none"),
     Case(
         "ep8_one_expert",
         tokens=5, experts=16, topk=2, hidden=8, mesh=(1, 1, 8), routing="one_expert",

@@ -13,8 +13,8 @@ import runs
 import jax_moe
 
 CASE = cases.Case(
-    "transformed", tokens=6, experts=16, topk=3, hidden=8, mesh=(2, 2, 2), virtual_ranks=2,
-    routing="uneven", capacity=13, alignment=2,
+    "transformed", tokens=6, experts=16, topk=2, hidden=8, mesh=(2, 2, 2), virtual_ranks=2,
+    routing="uneven", capacity=9, alignment=2,
 )  # fmt: skip
 
 
