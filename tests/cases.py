@@ -384,7 +384,7 @@ SPECIAL = (
 CASES = (*SINGLE, *GROUPS, *LAYOUTS, *CAPACITY, *SPECIAL)
 BY_NAME = {case.name: case for case in CASES}
 
-# Published models, for the benches; tests take them with fewer tokens.
+# Published models, for the benches.
 MODELS = (
     Case("mixtral_8x7b", tokens=4096, experts=8, topk=2, hidden=4096, mesh=(1, 1, 8),
          dtype="bfloat16"),
@@ -393,3 +393,8 @@ MODELS = (
     Case("deepseek_v3", tokens=4096, experts=256, topk=8, hidden=7168, mesh=(1, 1, 8),
          dtype="bfloat16"),
 )  # fmt: skip
+# The same with few tokens, for the tests.
+SMALL_MODELS = tuple(
+    dataclasses.replace(case, name=f"{case.name}_small", tokens=3, routing="uneven")
+    for case in MODELS
+)

@@ -126,13 +126,11 @@ def setting_for(case: cases.Case, implementation: str) -> Setting:
     return setting(case.on_devices(most), "cuda")
 
 
-def pairs(all_cases: tuple[cases.Case, ...] = cases.CASES) -> list:
-    """Parameters (case, implementation) of the tests on CPUs; tests/gpu has those on GPUs."""
-    return [
-        pytest.param(case, implementation, id=f"{case}-{implementation}")
-        for case in all_cases
-        for implementation in cases.IMPLEMENTATIONS
-    ]
+def pairs() -> list:
+    """Parameters (case, implementation) on CPU devices; tests/gpu takes the cases on GPUs."""
+    every = [(case, name) for case in cases.CASES for name in cases.IMPLEMENTATIONS]
+    models = [(case, "cpu") for case in cases.SMALL_MODELS]
+    return [pytest.param(case, name, id=f"{case}-{name}") for case, name in every + models]
 
 
 @functools.cache
