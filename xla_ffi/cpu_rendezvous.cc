@@ -72,12 +72,16 @@ std::string ListArrived(const Rendezvous& meeting, bool arrived) {
 
 }  // namespace
 
-struct CallSite::Core {
+struct CallSite::Core : std::enable_shared_from_this<CallSite::Core> {
   struct Tombstone {
     int64_t run_id;
     int64_t instance;
     std::string reason;
   };
+  struct Joined;
+
+  Joined Join(Arrival& arrival);
+  std::shared_ptr<Rendezvous> FindOpen(const Arrival& arrival) const;
 
   std::mutex mutex;
   std::vector<std::shared_ptr<Rendezvous>> open;  // a handful: the runs in flight
@@ -107,6 +111,11 @@ class Runtime {
     std::lock_guard lock(mutex_);
     groups_.erase(key);
     wake_.notify_one();
+  }
+
+  bool Contains(int64_t key) {
+    std::lock_guard lock(mutex_);
+    return groups_.contains(key);
   }
 
   std::optional<Group> Find(int64_t key) {
@@ -169,13 +178,16 @@ void Complete(std::vector<std::optional<Arrival>> arrivals, const Status& status
   }
 }
 
-// Ends `meeting` unless it is over already; the caller holds no lock. A mismatch names `why`
-// itself.
-void Abandon(const std::shared_ptr<Rendezvous>& meeting, StatusCode code, const std::string& why) {
+// Ends `meeting`, unless it is over already, with the reason that `describe` gives under the lock.
+// The caller holds no lock.
+template <typename Describe>
+void Abandon(const std::shared_ptr<Rendezvous>& meeting, StatusCode code, Describe describe) {
   std::vector<std::optional<Arrival>> arrivals;
+  std::string why;
   {
     std::lock_guard lock(meeting->site->mutex);
     if (std::erase(meeting->site->open, meeting) == 0) return;
+    why = describe();
     auto& tombstones = meeting->site->tombstones;
     tombstones.push_back({meeting->run_id, meeting->instance, why});
     if (tombstones.size() > kMaxTombstones) tombstones.pop_front();
@@ -185,31 +197,35 @@ void Abandon(const std::shared_ptr<Rendezvous>& meeting, StatusCode code, const 
   Complete(std::move(arrivals), {code, why});
 }
 
-// Abandons `meeting`, which is past its deadline.
+std::string DescribeTimeout(const Rendezvous& meeting, const Group& group) {
+  std::ostringstream why;
+  why << OperationName(meeting.spec.kind) << ": no answer from ranks "
+      << ListArrived(meeting, false) << " within " << group.timeout.count()
+      << " s of the first arrival. " << group.description << ", instance " << meeting.instance
+      << ": arrived ranks " << ListArrived(meeting, true) << ", MISSING ranks "
+      << ListArrived(meeting, false)
+      << ". Every device of the group must make the same calls: look for a jax.lax.cond or "
+         "while_loop around this one that differs between ranks, for an error on a missing "
+         "rank or a thread that died; if the ranks are only slow, give them longer with "
+         "group.set_timeout(seconds).";
+  return why.str();
+}
+
+std::string DescribeClosing(const Rendezvous& meeting) {
+  return std::string(OperationName(meeting.spec.kind)) + ": the group was closed while ranks " +
+         ListArrived(meeting, true) + " waited for ranks " + ListArrived(meeting, false) +
+         "; close a group only after its last call, or call group.rebuild().";
+}
+
+// Abandons `meeting`, which is past its deadline or whose group is closed.
 void Expire(const std::shared_ptr<Rendezvous>& meeting) {
   const std::optional<Group> group = Runtime::Get().Find(meeting->spec.group_key);
-  std::ostringstream why;
-  {
-    std::lock_guard lock(meeting->site->mutex);
-    why << OperationName(meeting->spec.kind);
-    if (group.has_value()) {
-      why << ": no answer from ranks " << ListArrived(*meeting, false) << " within "
-          << group->timeout.count() << " s of the first arrival. " << group->description
-          << ", instance " << meeting->instance << ": arrived ranks " << ListArrived(*meeting, true)
-          << ", MISSING ranks " << ListArrived(*meeting, false)
-          << ". Every device of the group must make the same calls: look for a jax.lax.cond or "
-             "while_loop around this one that differs between ranks, for an error on a missing "
-             "rank or a thread that died; if the ranks are only slow, give them longer with "
-             "group.set_timeout(seconds).";
-    } else {
-      why << ": the group was closed while ranks " << ListArrived(*meeting, true)
-          << " waited for ranks " << ListArrived(*meeting, false)
-          << "; close a group only after its last call, or call group.rebuild().";
-    }
+  if (group.has_value()) {
+    Abandon(meeting, StatusCode::kDeadlineExceeded,
+            [&] { return DescribeTimeout(*meeting, *group); });
+  } else {
+    Abandon(meeting, StatusCode::kFailedPrecondition, [&] { return DescribeClosing(*meeting); });
   }
-  Abandon(meeting,
-          group.has_value() ? StatusCode::kDeadlineExceeded : StatusCode::kFailedPrecondition,
-          why.str());
 }
 
 void Runtime::WatchLoop() {
@@ -276,7 +292,7 @@ Status CheckArrival(const Arrival& arrival) {
         << " is not one of the group's " << arrival.spec.num_devices() << " devices.";
     return {StatusCode::kInvalidArgument, why.str()};
   }
-  if (!Runtime::Get().Find(arrival.spec.group_key).has_value()) {
+  if (!Runtime::Get().Contains(arrival.spec.group_key)) {
     why << "no group has the key " << arrival.spec.group_key
         << ": build the ExpertGroup before the call, and if it was closed, call group.rebuild().";
     return {StatusCode::kFailedPrecondition, why.str()};
@@ -286,63 +302,71 @@ Status CheckArrival(const Arrival& arrival) {
 
 }  // namespace
 
+// What became of an arrival: a rendezvous that it joined, or an error.
+struct CallSite::Core::Joined {
+  std::shared_ptr<Rendezvous> meeting;
+  bool is_new = false;
+  bool is_full = false;
+  Status error = {};  // with a meeting: it disagrees with that one; without: it came too late
+};
+
+// A device's n-th coming belongs to the n-th rendezvous of this run: the first open one that it has
+// not joined, as those before are full and gone. So nothing is kept of past runs.
+std::shared_ptr<Rendezvous> CallSite::Core::FindOpen(const Arrival& arrival) const {
+  for (const auto& meeting : open) {
+    if (meeting->run_id == arrival.run_id && meeting->instance == arrival.instance &&
+        (meeting->spec != arrival.spec || !meeting->arrivals[arrival.device].has_value())) {
+      return meeting;
+    }
+  }
+  return nullptr;
+}
+
+// Leaves `arrival` untouched on error.
+CallSite::Core::Joined CallSite::Core::Join(Arrival& arrival) {
+  std::lock_guard lock(mutex);
+  for (const Tombstone& grave : tombstones) {
+    if (grave.run_id == arrival.run_id && grave.instance == arrival.instance) {
+      return {
+          .meeting = nullptr,
+          .error = {StatusCode::kFailedPrecondition,
+                    "device " + std::to_string(arrival.device) +
+                        " of the group came too late, to a call that had failed: " + grave.reason}};
+    }
+  }
+  std::shared_ptr<Rendezvous> meeting = FindOpen(arrival);
+  const bool is_new = meeting == nullptr;
+  if (is_new) {
+    meeting = std::make_shared<Rendezvous>(shared_from_this(), arrival);
+    open.push_back(meeting);
+  } else if (meeting->spec != arrival.spec) {
+    return {.meeting = meeting,
+            .error = {StatusCode::kInvalidArgument, DescribeMismatch(*meeting, arrival)}};
+  }
+  const int64_t device = arrival.device;
+  meeting->arrivals[device] = std::move(arrival);
+  const bool is_full = ++meeting->num_arrived == static_cast<int64_t>(meeting->arrivals.size());
+  if (is_full) std::erase(open, meeting);
+  return {.meeting = meeting, .is_new = is_new, .is_full = is_full};
+}
+
 CallSite::CallSite() : core_(std::make_shared<Core>()) {}
 CallSite::~CallSite() = default;
 
 void CallSite::Join(Arrival arrival) {
   const Status wrong = CheckArrival(arrival);
-  if (wrong.code != StatusCode::kOk) return arrival.done(wrong);
-
-  std::shared_ptr<Rendezvous> meeting;
-  bool is_new = false;
-  bool is_full = false;
-  std::string mismatch;
-  std::string tombstone;
-  {
-    std::lock_guard lock(core_->mutex);
-    for (const Core::Tombstone& grave : core_->tombstones) {
-      if (grave.run_id == arrival.run_id && grave.instance == arrival.instance) {
-        tombstone = grave.reason;
-      }
+  if (!wrong.ok()) return arrival.done(wrong);
+  const Core::Joined joined = core_->Join(arrival);
+  if (!joined.error.ok()) {
+    if (joined.meeting != nullptr) {
+      Abandon(joined.meeting, joined.error.code, [&] { return joined.error.message; });
     }
-    // A device's n-th coming belongs to the n-th rendezvous of this run: the first open one that it
-    // has not joined, as those before are full and gone. So nothing is kept of past runs.
-    for (const auto& open : core_->open) {
-      if (open->run_id == arrival.run_id && open->instance == arrival.instance &&
-          (open->spec != arrival.spec || !open->arrivals[arrival.device].has_value())) {
-        meeting = open;
-        break;
-      }
-    }
-    if (tombstone.empty() && meeting == nullptr) {
-      is_new = true;
-      meeting = std::make_shared<Rendezvous>(core_, arrival);
-      core_->open.push_back(meeting);
-    }
-    if (tombstone.empty() && meeting->spec != arrival.spec) {
-      mismatch = DescribeMismatch(*meeting, arrival);
-    } else if (tombstone.empty()) {
-      const int64_t device = arrival.device;
-      meeting->arrivals[device] = std::move(arrival);
-      is_full = ++meeting->num_arrived == static_cast<int64_t>(meeting->arrivals.size());
-      if (is_full) std::erase(core_->open, meeting);
-    }
-  }
-  if (!tombstone.empty()) {
-    return arrival.done(
-        {StatusCode::kFailedPrecondition,
-         "device " + std::to_string(arrival.device) +
-             " of the group came too late, to a call that had failed: " + tombstone});
-  }
-  if (!mismatch.empty()) {
-    Abandon(meeting, StatusCode::kInvalidArgument, mismatch);
-    return arrival.done({StatusCode::kInvalidArgument, mismatch});
-  }
-  if (is_full) {
-    if (!is_new) Runtime::Get().Unwatch(meeting);
-    Execute(meeting);
-  } else if (is_new) {
-    Runtime::Get().Watch(meeting);
+    arrival.done(joined.error);
+  } else if (joined.is_full) {
+    if (!joined.is_new) Runtime::Get().Unwatch(joined.meeting);
+    Execute(joined.meeting);
+  } else if (joined.is_new) {
+    Runtime::Get().Watch(joined.meeting);
   }
 }
 

@@ -15,6 +15,7 @@ int main(int argc, char** argv) {
   jax_moe::TestMissingRank();
   jax_moe::TestTimeoutChanges();
   jax_moe::TestDisagreement();
+  jax_moe::TestTimeoutRaces(rounds);
   jax_moe::TestStress(rounds);
   jax_moe::TestNothingStays(200 * rounds);
   std::cout << "ok" << std::endl;

@@ -182,6 +182,33 @@ void TestStress(int64_t rounds) {
   WaitUntilNothingWaits();
 }
 
+void TestTimeoutRaces(int64_t rounds) {
+  // Devices come about when the timeout ends: a call ends well for all, or for none.
+  RegisterGroup(7, 0.001, "hasty group");
+  World world(SmallSpec(7, 4, 1, 1), Routing::kRandom, 7);
+  CallSite site;
+  for (int64_t run_id = 1; run_id <= 20 * rounds; ++run_id) {
+    world.Poison(OperationKind::kDispatch);
+    Answers answers(4);
+    std::vector<std::thread> devices;
+    for (int64_t d = 0; d < 4; ++d) {
+      devices.emplace_back([&, d] {
+        std::mt19937 random(static_cast<uint32_t>(4 * run_id + d));
+        std::this_thread::sleep_for(std::chrono::microseconds(random() % 1200));
+        site.Join(MakeArrival(world, OperationKind::kDispatch, run_id, d, answers.Slot(d)));
+      });
+    }
+    for (std::thread& device : devices) device.join();
+    answers.Wait();
+    const bool well = answers.status(0).ok();
+    for (int64_t d = 0; d < 4; ++d) {
+      CHECK_THAT(answers.status(d).ok() == well, answers.status(d).message);
+    }
+    if (well) world.CheckResults(OperationKind::kDispatch, "race");
+  }
+  WaitUntilNothingWaits();
+}
+
 void TestRunsAhead() {
   RegisterGroup(1, 60, "group");
   World world(SmallSpec(1, 3, 1, 1), Routing::kRandom, 7);
