@@ -4,7 +4,7 @@
 # make sample               text from its checkpoint; PROMPT="And God said" LENGTH=400
 # make test                 all tests with jaxlib 0.11.2, in .venv (made if need be)
 # make test JAXLIB=0.12     a named subset with jaxlib 0.12, in .venv-0.12 (FULL=1: all tests)
-# make test TESTS=tests/test_router.py PYTEST_FLAGS=-x
+# make test TESTS=tests/test_router.py PYTEST_FLAGS=-x JOBS=0   (processes; 0 is pytest's own)
 # make test-gpu SHARD=i/n    the tests that need GPUs, or a part of them; GPU_PYTHON has jax[cuda13]
 # make lint, make format    what CI checks, and what mends most of it
 # make dist                 wheel and sdist in dist/, each installed and tried in a fresh environment
@@ -12,6 +12,7 @@
 
 JAXLIB ?= 0.11.2
 EXTRAS := test,train
+JOBS ?= 2
 
 # Whatever environment is active, the ones below are used.
 unexport PYTHONPATH PYTHONHOME VIRTUAL_ENV
@@ -34,14 +35,14 @@ PYTHON_SOURCES := $(shell find jax_moe -name '*.py')
 CXX_FILES := $(wildcard ptx/*.h $(foreach d,xla_ffi tests/*,$d/*.h $d/*.cc))
 
 # What jaxlib 0.12 could break: the custom calls, their transformations, the router, the README.
-SUBSET := $(wildcard $(addprefix tests/test_,exchange.py gradients.py group.py readme.py router.py))
+SUBSET := $(patsubst %,tests/test_%.py,exchange gradients transformations api router readme)
 TESTS ?= $(if $(or $(filter $(OLDEST),$(JAXLIB)),$(FULL)),tests,$(SUBSET))
 
 .PHONY: train sample test test-gpu lint format dist install FORCE
 .DELETE_ON_ERROR:
 
 test: install
-	$(VENV)/bin/python -P -m pytest $(PYTEST_FLAGS) $(TESTS)
+	$(VENV)/bin/python -P -m pytest -n $(JOBS) --dist loadgroup $(PYTEST_FLAGS) $(TESTS)
 
 # In an environment of the user's, with jax[cuda13] and jax_moe; a skip for want of a GPU is a failure.
 GPU_PYTHON ?= $(VENV)/bin/python

@@ -170,7 +170,7 @@ class ExpertGroup:
         """Stable 63-bit hash of mesh, axes and sizes: the group's name in compiled programs."""
         parts = (
             tuple(self.mesh.shape.items()),
-            tuple(device.id for device in self.devices),
+            tuple((device.platform, device.id) for device in self.devices),
             self.axes,
             self.virtual_ranks,
             self.num_nodes,
@@ -183,7 +183,9 @@ class ExpertGroup:
         return f"ExpertGroup({sizes}{virtual}: {self.num_ranks} ranks on {self.nodes} nodes)"
 
     def set_timeout(self, timeout_s: float, *, flight_timeout_s: float | None = None) -> None:
-        """Sets how long calls of this group wait for missing ranks, from now on.
+        """Sets how long calls of this group, and of equal ones, wait for missing ranks from now on.
+
+        Building an equal group later sets it to that one's `timeout_s`.
 
         Args:
           timeout_s: seconds until a rank that has not come to a call counts as missing.
@@ -199,8 +201,9 @@ class ExpertGroup:
     def close(self) -> None:
         """Tears the group down: calls of it, compiled ones too, fail by name until `rebuild`.
 
-        Waits for the calls that run. On GPUs it frees the pools; a CUDA graph that holds a call
-        gives NaN from then on.
+        Equal groups are one group: this closes them all. On GPUs it waits for the calls that run
+        and frees the pools; a CUDA graph that holds a call gives NaN from then on. On CPU devices
+        calls that wait fail, and those whose ranks have all come finish.
         """
         _ffi.unregister_group(self.key)
         if _cuda.serves(self):
@@ -209,7 +212,7 @@ class ExpertGroup:
     def rebuild(self) -> None:
         """Sets the group up again after `close` or a fault; compiled programs stay valid.
 
-        On GPUs it ends the calls that run, which then give NaN.
+        The deadline is the constructor's `timeout_s` again. On GPUs it ends the calls that run, which then give NaN.
         """
         _ffi.register_group(self.key, self.timeout_s, str(self))
         if _cuda.serves(self):

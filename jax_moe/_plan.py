@@ -84,15 +84,18 @@ def row_capacity(
       num_ranks: ranks R of the group.
       capacity_factor: multiple of the balanced load T*K; None for the worst case, in which every
         rank's tokens all go here, each to min(K, E/R) different experts.
-      alignment: rows to which each expert's group is padded.
+      alignment: rows to which each expert's group is padded; up to alignment - 1 rows an expert
+        come on top of the load.
 
     Returns:
       A number of rows, a multiple of `alignment`.
     """
     per_rank = num_experts // num_ranks
-    if capacity_factor is not None:
-        return max(alignment, align_up(math.ceil(capacity_factor * tokens * top_k), alignment))
-    rows = num_ranks * tokens * min(top_k, per_rank)
+    if capacity_factor is None:
+        rows = num_ranks * tokens * min(top_k, per_rank)
+    else:
+        # Past int32 in any case: `plan` refuses that by name.
+        rows = max(1, math.ceil(min(capacity_factor * tokens * top_k, 2.0**31)))
     # Every non-empty group may waste up to alignment - 1 rows.
     return align_up(rows + min(per_rank, rows) * (alignment - 1), alignment)
 

@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import jax
+import pytest
 
 pytest_plugins = ["skip_policy", "pytester"]
 
@@ -16,6 +17,15 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 
 # At the end, so that the trainer is found but an installed jax_moe goes before this tree's.
 sys.path.append(str(Path(__file__).parents[1]))
+
+
+def pytest_collection_modifyitems(config, items):
+    """Keeps together, where pytest-xdist spreads tests over processes, what shares programs."""
+    if config.pluginmanager.hasplugin("xdist"):
+        for item in items:
+            name = item.path.stem
+            group = "cases" if name in ("test_exchange", "test_gradients", "test_plan") else name
+            item.add_marker(pytest.mark.xdist_group(group))
 
 
 def pytest_report_header():

@@ -75,6 +75,7 @@ def test_plan_refuses_ids(ids, words):
         ({"capacity": None, "capacity_factor": 0.0}, ["capacity_factor=0.0", "> 0"]),
         ({"capacity": None, "capacity_factor": np.nan}, ["capacity_factor=nan", "finite"]),
         ({"capacity": None, "capacity_factor": np.inf}, ["capacity_factor=inf", "finite"]),
+        ({"capacity": None, "capacity_factor": 1e308}, ["2**31"]),
         ({"tail": "poison"}, ["tail='poison'", '"zero"', '"undefined"']),
         ({"implementation": "fast"}, ["implementation='fast'", "'xla'", "'reference'", "None"]),
     ],

@@ -108,6 +108,24 @@ def test_the_default_capacity_holds_any_distinct_ids(alignment):
         assert capacity < total + local * alignment + alignment
 
 
+@pytest.mark.parametrize("alignment", [1, 8, 128])
+def test_a_capacity_factor_of_one_holds_the_balanced_load(alignment):
+    tokens, topk, experts, ranks = 128, 8, 256, 8
+    capacity = jax_moe.row_capacity(
+        tokens=tokens,
+        top_k=topk,
+        num_experts=experts,
+        num_ranks=ranks,
+        capacity_factor=1.0,
+        alignment=alignment,
+    )
+    counts = np.full(experts // ranks, ranks * tokens * topk // experts)
+    assert sum(oracle.align_up(n, alignment) for n in counts.tolist()) <= capacity
+    # The same however unevenly the rank's load falls on its experts.
+    counts[:2] += [1, -1]
+    assert sum(oracle.align_up(n, alignment) for n in counts.tolist()) <= capacity
+
+
 def test_the_plan_is_a_pytree_of_arrays_with_static_settings():
     at = runs.setting(_SMALL)
     plan = jax.jit(at.shard_map(lambda ids: at.plan(ids, None)))(at.place(cases.expert_ids(_SMALL)))
