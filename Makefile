@@ -12,7 +12,7 @@
 
 JAXLIB ?= 0.11.2
 EXTRAS := test,train
-JOBS ?= 2
+JOBS ?= 0
 
 # Whatever environment is active, the ones below are used.
 unexport PYTHONPATH PYTHONHOME VIRTUAL_ENV

@@ -212,7 +212,8 @@ class ExpertGroup:
     def rebuild(self) -> None:
         """Sets the group up again after `close` or a fault; compiled programs stay valid.
 
-        The deadline is the constructor's `timeout_s` again. On GPUs it ends the calls that run, which then give NaN.
+        The deadline is the constructor's `timeout_s` again. On GPUs it ends the calls that run,
+        which then give NaN.
         """
         _ffi.register_group(self.key, self.timeout_s, str(self))
         if _cuda.serves(self):
