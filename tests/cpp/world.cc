@@ -23,8 +23,9 @@ float RandomValue(std::mt19937& random) {
     case 3:
       return random() % 64 ? -1.1e-38f : std::numeric_limits<float>::quiet_NaN();
     default:
-      return std::ldexp(static_cast<float>(random() % 65536) / 65536.0f - 0.5f,
-                        static_cast<int>(random() % 8));
+      // All bits of the mantissa, so that the order of a sum shows.
+      return std::ldexp(static_cast<float>(random() % (1 << 24)) - 0x7fffffp0f,
+                        static_cast<int>(random() % 8) - 24);
   }
 }
 
