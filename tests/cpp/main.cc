@@ -8,6 +8,7 @@
 int main(int argc, char** argv) {
   const int64_t rounds = argc > 1 ? std::atoll(argv[1]) : 10;
   jax_moe::TestOperations();
+  jax_moe::TestPhases();
   jax_moe::TestCopies();
   jax_moe::TestWrongInput();
   jax_moe::TestCompletions();

@@ -1,5 +1,6 @@
 #include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <mutex>
 #include <numeric>
 #include <random>
@@ -110,6 +111,30 @@ void TestOperations() {
   });
   flushed.wait(-1);
   CHECK_THAT(flushed == 1, "subnormals are not flushed on the cache's threads");
+}
+
+// Each chunk adds up what all chunks of the phase before wrote; one phase has nothing to do.
+class Relay final : public Operation {
+ public:
+  int num_phases() const override { return 4; }
+  int64_t num_chunks(int phase) const override { return phase == 1 ? 0 : kNumChunks; }
+  void Run(int phase, int64_t chunk) override {
+    std::this_thread::sleep_for(std::chrono::microseconds(20));  // lets the helpers have some
+    const std::vector<int64_t>& before = values[phase == 3 ? 2 : 0];
+    values[phase][chunk] = phase == 0 ? 1 : std::accumulate(before.begin(), before.end(), 0);
+  }
+
+  static constexpr int64_t kNumChunks = 8;
+  std::vector<std::vector<int64_t>> values{4, std::vector<int64_t>(kNumChunks)};
+};
+
+void TestPhases() {
+  ThreadCache& threads = *new ThreadCache;
+  for (int round = 0; round < 300; ++round) {
+    const auto relay = std::make_shared<Relay>();
+    RunWithThreads(threads, relay);
+    for (int64_t value : relay->values[3]) CHECK_THAT(value == 64, value);
+  }
 }
 
 void TestCopies() {

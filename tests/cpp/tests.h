@@ -8,6 +8,7 @@
 namespace jax_moe {
 
 void TestOperations();                  // results against the oracle, over many shapes
+void TestPhases();                      // what one phase wrote the next one sees
 void TestCopies();                      // streaming copies at every alignment
 void TestWrongInput();                  // a wrong plan is an error, not a crash
 void TestStress(int64_t rounds);        // many groups, call sites and runs at once, with delays
