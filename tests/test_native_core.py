@@ -54,7 +54,7 @@ def run(command: list[str], **environment: str) -> str:
 
 @pytest.mark.parametrize(
     ("name", "sanitizers", "rounds"),
-    [("plain", "", 20), ("thread", "thread", 4), ("address", "address", 6)],
+    [("plain", "", 20), ("thread", "thread", 8), ("address", "address", 6)],
 )
 def test_core(name, sanitizers, rounds):
     program = build(name, sanitizers)
