@@ -34,7 +34,8 @@ class Bench:
 
     def check(self, way, *measures, name="all_to_all", calls=1):
         column = _columns.Column(name, way)
-        programs = _programs.compile_column(column, self.problem, self.placed, measures, calls)
+        compiled = _programs.compile_column(column, self.problem, self.placed, measures, calls)
+        programs = compiled.programs(self.placed)
         for program in programs:
             self.expected.check(program)
         return programs
@@ -59,12 +60,13 @@ def test_command_line_verifies_times_and_reports(tmp_path, monkeypatch, capsys):
     measures = ("plan+dispatch+combine", "plan", "forward+backward")
     columns = ["cpu", "all_gather"]
     every = ",".join([*columns, *ELSEWHERE])
+    out = [tmp_path / "out.json", tmp_path / "out.md"]
     command_line.main(
         ["--shape", "test", "--devices", "4", "--routing", "skewed", "--dtype", "float32",
-         "--measures", ",".join(measures), "--columns", every, "--rounds", "3", "--seconds", "1",
-         "--json", str(tmp_path / "out.json"), "--markdown", str(tmp_path / "out.md")]
+         "--columns", every, "--measures", ",".join(measures), "--repetitions", "3",
+         "--seconds", "1", "--json", str(out[0]), "--markdown", str(out[1])]
     )  # fmt: skip
-    found = json.loads((tmp_path / "out.json").read_text())
+    found = json.loads(out[0].read_text())
     assert [(r["column"], r["measure"]) for r in found["records"]] == [
         (column, measure) for column in columns for measure in measures
     ]
@@ -79,7 +81,7 @@ def test_command_line_verifies_times_and_reports(tmp_path, monkeypatch, capsys):
     assert setting["rows"] <= setting["capacity"]
     assert found["num_ranks"] == 4
     check_comparisons(found)
-    report = (tmp_path / "out.md").read_text()
+    report = out[1].read_text()
     assert report.strip() in capsys.readouterr().out
     for words in (*columns, *measures, "jaxlib", "--shape test", "peak", "Not run: ptx"):
         assert words in report
@@ -221,11 +223,29 @@ def test_programs_take_turns(group):
     calls = []
     programs = [lambda i=i: calls.append(i) for i in range(3)]
     prepare = _clock.Preparation(group.mesh, flush_bytes=4096)
-    times = _clock.time_in_turns(programs, prepare, until=-math.inf, rounds=50)
-    assert [len(t.seconds) for t in times] == [_clock.MIN_ROUNDS] * 3
-    rounds = np.array(calls).reshape(-1, 3)
-    assert (np.sort(rounds) == [0, 1, 2]).all()
+    times = _clock.time_in_turns(programs, prepare, until=-math.inf, most=50)
+    assert [len(t.seconds) for t in times] == [_clock.LEAST] * 3
+    assert sorted(calls[:3]) == [0, 1, 2]
     calls.clear()
-    _clock.time_in_turns(programs, prepare, until=math.inf, rounds=5)
-    assert len(calls) == 15
+    times = _clock.time_in_turns(programs, prepare, until=math.inf, most=5)
+    assert [len(t.seconds) for t in times] == [5] * 3
+    turns = np.array(calls).reshape(5, 3)
+    assert (np.sort(turns) == [0, 1, 2]).all(), "every program once before any runs again"
     assert "L2 flush" in prepare.words
+
+
+def test_quick_programs_run_more_often(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(_clock.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(_clock.time, "perf_counter", lambda: now[0])
+
+    def taking(seconds):
+        def program():
+            now[0] += seconds
+
+        return program
+
+    times = _clock.time_in_turns([taking(1.0), taking(0.1)], lambda: None, until=21.1, most=50)
+    assert [len(t.seconds) for t in times] == [11, 50]
+    assert times[1].summary["median_us"] == pytest.approx(1e5)
+    assert times[1].per_call(10).summary["mean_us"] == pytest.approx(1e4)

@@ -50,7 +50,7 @@ def _parser() -> argparse.ArgumentParser:
         "starting a program would outweigh one call",
     )  # fmt: skip
     parser.add_argument("--tail", choices=("zero", "undefined"), help="of ours; default: its own")
-    parser.add_argument("--rounds", type=int, default=50, help="most repetitions of each program")
+    parser.add_argument("--repetitions", type=int, default=50, help="most of each program")
     parser.add_argument("--seconds", type=float, default=200.0, help="about what all may take")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=pathlib.Path, help="write everything there")
@@ -110,7 +110,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             dtypes=args.dtype,
             columns=args.columns,
             measures=args.measures,
-            rounds=args.rounds,
+            repetitions=args.repetitions,
             seconds=args.seconds,
             capacity_factor=args.capacity_factor,
             tail=args.tail,

@@ -16,7 +16,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 _FLUSH_BYTES = 256 << 20  # more than any GPU's L2 cache
-MIN_ROUNDS = 3
+LEAST = 3  # repetitions
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,44 +87,51 @@ def time_once(program: Callable, prepare: Callable[[], None]) -> float:
 
 
 def time_in_turns(
-    programs: Sequence[Callable], prepare: Callable[[], None], *, until: float, rounds: int
+    programs: Sequence[Callable], prepare: Callable[[], None], *, until: float, most: int
 ) -> list[Times]:
-    """Runs all programs in rounds, each in an order of its own.
+    """Runs all programs in turns, in random order.
+
+    A first round shows how long each takes. In the time left the quick ones then run more often
+    than the slow ones, all spread evenly over that time.
 
     Args:
       programs: what to time.
       prepare: called before each timed call.
-      until: `time.monotonic()` at which to stop, but not before `MIN_ROUNDS` rounds.
-      rounds: most rounds to run.
+      until: `time.monotonic()` at which to be done, but every program runs `LEAST` times.
+      most: most repetitions of a program.
     """
-    order, shuffle = list(range(len(programs))), random.Random(0).shuffle
     seconds: list[list[float]] = [[] for _ in programs]
     enabled = gc.isenabled()
     gc.disable()
     try:
-        for done in range(rounds):
-            if done >= MIN_ROUNDS and _passed(until):
-                break
-            shuffle(order)
-            for i in order:
-                seconds[i].append(time_once(programs[i], prepare))
+        _run_all([1] * len(programs), programs, prepare, seconds)
+        share = max(0.0, until - time.monotonic()) / max(1, len(programs))
+        counts = [max(LEAST - 1, int(min(share / s[0], most - 1))) for s in seconds]
+        _run_all(_agreed(counts), programs, prepare, seconds)
     finally:
         if enabled:
             gc.enable()
-    return [Times(tuple(row)) for row in _slowest(seconds)]
+    return [Times(tuple(taken)) for taken in _slowest(seconds)]
 
 
-def _passed(until: float) -> bool:
-    """Whether it is over; all processes must agree on the rounds."""
-    over = time.monotonic() >= until
+def _run_all(counts: Sequence[int], programs, prepare, seconds: list[list[float]]) -> None:
+    """Runs program i counts[i] times; each program's runs lie in equal parts of the whole."""
+    rng = random.Random(0)
+    slots = [((k + rng.random()) / n, i) for i, n in enumerate(counts) for k in range(n)]
+    for _, i in sorted(slots):
+        seconds[i].append(time_once(programs[i], prepare))
+
+
+def _agreed(counts: list[int]) -> list[int]:
+    """The first process's counts, which all must follow."""
     if jax.process_count() == 1:
-        return over
-    return bool(multihost_utils.broadcast_one_to_all(np.array(over)))
+        return counts
+    return np.asarray(multihost_utils.broadcast_one_to_all(np.array(counts, np.int32))).tolist()
 
 
-def _slowest(seconds: list[list[float]]) -> np.ndarray:
+def _slowest(seconds: list[list[float]]) -> list[list[float]]:
     """Each repetition's time at the slowest process."""
-    here = np.array(seconds, np.float64)
     if jax.process_count() == 1:
-        return here
-    return np.asarray(multihost_utils.process_allgather(here)).max(0)
+        return seconds
+    gathered = (np.array(taken, np.float32) for taken in seconds)
+    return [np.asarray(multihost_utils.process_allgather(a)).max(0).tolist() for a in gathered]

@@ -129,34 +129,70 @@ class Program:
         return {"temp": stats.temp_size_in_bytes, "output": stats.output_size_in_bytes}
 
 
+@dataclasses.dataclass(frozen=True)
+class CompiledMeasure:
+    """One of a column's measures, compiled for any operands of a problem's shapes."""
+
+    measure: str
+    names: tuple[str, ...]  # of the operands
+    once: jax.stages.Compiled
+    repeated: jax.stages.Compiled
+
+
+@dataclasses.dataclass(frozen=True)
+class CompiledColumn:
+    """A column's measures, for any routing."""
+
+    column: Column
+    prepare: jax.stages.Compiled  # expert ids to plan
+    measures: tuple[CompiledMeasure, ...]
+    calls: int
+
+    def programs(self, placed: dict[str, Any]) -> list[Program]:
+        """The measures with their operands, given by name; the plan is made here."""
+        operands = placed | {"state": self.prepare(placed["ids"])}
+        return [
+            Program(
+                column=self.column,
+                measure=m.measure,
+                compiled=m.once,
+                operands=tuple(operands[name] for name in m.names),
+                repeated=m.repeated,
+                calls=self.calls,
+            )
+            for m in self.measures
+        ]
+
+
 def compile_column(
     column: Column,
     problem: Problem,
     placed: dict[str, Any],
     measures: tuple[str, ...],
     calls: int = 1,
-) -> list[Program]:
-    """Compiles a column's measures; its plan is computed once and kept.
+) -> CompiledColumn:
+    """Compiles a column's measures.
 
     Args:
       column: what to compile.
       problem: its sizes and group.
+      placed: operands by name, on the devices, for their shapes.
       measures: which programs to make.
-      placed: the operands by name, on the devices.
       calls: how many calls in sequence make one timed region.
     """
     shard_map = functools.partial(
         jax.shard_map, mesh=problem.group.mesh, in_specs=problem.spec, out_specs=problem.spec
     )
     every = functions(column.way)
-    state = jax.jit(shard_map(every["plan"][0]))(placed["ids"])
-    programs = []
+    prepare = jax.jit(shard_map(every["plan"][0])).lower(placed["ids"]).compile()
+    examples = placed | {"state": prepare(placed["ids"])}
+    compiled = []
     for measure in measures:
         function, names = every[measure]
-        operands = tuple(state if name == "state" else placed[name] for name in names)
-        compiled = jax.jit(shard_map(function)).lower(*operands).compile()
-        repeated = compiled
+        operands = [examples[name] for name in names]
+        once = jax.jit(shard_map(function)).lower(*operands).compile()
+        repeated = once
         if calls > 1:
             repeated = jax.jit(shard_map(repeat(function, calls))).lower(*operands).compile()
-        programs.append(Program(column, measure, compiled, operands, repeated, calls))
-    return programs
+        compiled.append(CompiledMeasure(measure, names, once, repeated))
+    return CompiledColumn(column, prepare, tuple(compiled), calls)

@@ -128,10 +128,11 @@ def _lines(outcome: Outcome, conditions: dict[str, str]) -> Iterator[str]:
 
 def _setting_lines(outcome: Outcome, setting: Setting) -> Iterator[str]:
     records, measures = _of(outcome, setting), outcome.options.measures
-    rounds = records[0].repetitions if records else 0
+    counts = sorted(r.repetitions for r in records) or [0]
     yield (
         f"### {setting.dtype}, {setting.routing} routing: MaxVio {setting.max_violation:.2f}, "
-        f"C {setting.capacity} rows ({setting.rows} used at the busiest rank), {rounds} repetitions"
+        f"C {setting.capacity} rows ({setting.rows} used at the busiest rank), "
+        f"{counts[0]} to {counts[-1]} repetitions"
     )
     yield ""
     yield f"| ms | {' | '.join(measures)} |"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import sys
 import time
 from collections.abc import Callable
@@ -32,7 +31,7 @@ class Options:
     dtypes: tuple[str, ...]
     columns: tuple[str, ...]
     measures: tuple[str, ...]
-    rounds: int
+    repetitions: int
     seconds: float
     capacity_factor: float | None = None
     tail: str | None = None
@@ -98,48 +97,57 @@ def run(options: Options, devices, say: Callable[[str], None] | None = None) -> 
     group = jax_moe.ExpertGroup(mesh, axes=("rank",), virtual_ranks=options.virtual_ranks)
     prepare, skipped = Preparation(mesh), {}
     settings, records = [], []
-    pairs = list(itertools.product(options.routings, options.dtypes))
-    begin = time.monotonic()
-    for i, (routing, dtype) in enumerate(pairs):
-        # What a setting leaves of its share goes to the later ones.
-        now = time.monotonic()
-        until = now + (begin + options.seconds - now) / (len(pairs) - i)
-        ids = _shapes.expert_ids(options.shape, group.num_ranks, routing, options.seed)
-        problem = _make_problem(options, group, routing, dtype, ids)
-        programs = _verified_programs(options, problem, ids, skipped, say)
-        setting, found = _measure(options, problem, ids, programs, prepare, until)
-        settings.append(setting)
-        records.extend(found)
-        del programs  # their operands make room for the next setting's
-        say(f"{routing} {dtype}: {found[0].repetitions if found else 0} rounds")
+    ids = {
+        routing: _shapes.expert_ids(options.shape, group.num_ranks, routing, options.seed)
+        for routing in options.routings
+    }
+    capacity = _capacity(options, group, list(ids.values()))
+    deadline = time.monotonic() + options.seconds
+    for i, dtype in enumerate(options.dtypes):
+        compiled, dtype_end = None, _share(deadline, len(options.dtypes) - i)
+        for j, routing in enumerate(options.routings):
+            problem = _problem.Problem(options.shape, routing, dtype, group, capacity)
+            inputs = problem.inputs(ids[routing], options.seed)
+            placed = {
+                field.name: problem.place(getattr(inputs, field.name))
+                for field in dataclasses.fields(inputs)
+            }
+            if compiled is None:  # for every routing, as the capacity is one
+                compiled = _compiled_columns(options, problem, placed, skipped, say)
+            until = _share(dtype_end, len(options.routings) - j)
+            programs = _verified(compiled, placed, Expected(problem, inputs))
+            setting, found = _measure(options, problem, ids[routing], programs, prepare, until)
+            settings.append(setting)
+            records.extend(found)
+            del programs, placed  # make room for the next setting's
+            say(f"{dtype}, {routing}: verified and timed")
     return Outcome(options, group.num_ranks, prepare.words, settings, records, skipped)
 
 
-def _make_problem(options, group, routing, dtype, ids: np.ndarray) -> _problem.Problem:
+def _share(deadline: float, parts: int) -> float:
+    """When the first of the equal parts into which the time left falls is over."""
+    now = time.monotonic()
+    return now + (deadline - now) / parts
+
+
+def _capacity(options: Options, group: jax_moe.ExpertGroup, ids: list[np.ndarray]) -> int:
+    """Rows of one rank, the same for all routings and columns."""
     shape = options.shape
     if options.capacity_factor is None:
-        capacity = _shapes.tight_capacity(ids, shape.experts)
-    else:
-        capacity = jax_moe.row_capacity(
-            tokens=shape.tokens,
-            top_k=shape.top_k,
-            num_experts=shape.experts,
-            num_ranks=group.num_ranks,
-            capacity_factor=options.capacity_factor,
-        )
-        capacity += -capacity % group.num_ranks
-    return _problem.Problem(shape, routing, dtype, group, capacity)
+        return max(_shapes.tight_capacity(a, shape.experts) for a in ids)
+    capacity = jax_moe.row_capacity(
+        tokens=shape.tokens,
+        top_k=shape.top_k,
+        num_experts=shape.experts,
+        num_ranks=group.num_ranks,
+        capacity_factor=options.capacity_factor,
+    )
+    return capacity + -capacity % group.num_ranks  # so that every source has the same part
 
 
-def _verified_programs(options, problem, ids, skipped, say) -> list[_programs.Program]:
-    """Compiles the columns that can run here, and checks every one's results."""
-    inputs = problem.inputs(ids, options.seed)
-    expected = Expected(problem, inputs)
-    placed = {
-        field.name: problem.place(getattr(inputs, field.name))
-        for field in dataclasses.fields(inputs)
-    }
-    programs = []
+def _compiled_columns(options, problem, placed, skipped, say) -> list[_programs.CompiledColumn]:
+    """The columns that can run here; the others go to `skipped`."""
+    compiled = []
     for name in options.columns:
         try:
             column = _columns.make(name, problem.group, problem.sizes, options.tail)
@@ -147,25 +155,27 @@ def _verified_programs(options, problem, ids, skipped, say) -> list[_programs.Pr
             skipped[name] = str(why)
             continue
         begin = time.monotonic()
-        compiled = _programs.compile_column(
-            column, problem, placed, options.measures, options.calls
+        compiled.append(
+            _programs.compile_column(column, problem, placed, options.measures, options.calls)
         )
-        for program in compiled:
-            expected.check(program)
-            for _ in range(WARM_UPS if program.calls > 1 else 0):
-                jax.block_until_ready(program.run_repeated())
-        programs += compiled
-        say(
-            f"{problem.routing} {problem.dtype}: {name} compiled and verified in "
-            f"{time.monotonic() - begin:.0f} s"
-        )
+        say(f"{problem.dtype}: {name} compiled in {time.monotonic() - begin:.0f} s")
+    return compiled
+
+
+def _verified(compiled, placed, expected: Expected) -> list[_programs.Program]:
+    """The columns' programs, every one run and its results checked."""
+    programs = [program for column in compiled for program in column.programs(placed)]
+    for program in programs:
+        expected.check(program)
+        for _ in range(WARM_UPS if program.calls > 1 else 0):
+            jax.block_until_ready(program.run_repeated())
     return programs
 
 
 def _measure(options, problem, ids, programs, prepare, until) -> tuple[Setting, list[Record]]:
     copies, copied = _copies(problem)
     timed = [*copies, *(program.run_repeated for program in programs)]
-    times = time_in_turns(timed, prepare, until=until, rounds=options.rounds)
+    times = time_in_turns(timed, prepare, until=until, most=options.repetitions)
     copy_us = min(taken.summary["median_us"] for taken in times[: len(copies)])
     bandwidth = copied / (copy_us * 1e-6)
     shape = problem.shape
@@ -189,13 +199,13 @@ def _measure(options, problem, ids, programs, prepare, until) -> tuple[Setting, 
         },
     )
     records = [
-        _record(problem, program, timed, traffic)
-        for program, timed in zip(programs, times[len(copies) :], strict=True)
+        _record(problem, program, taken, traffic)
+        for program, taken in zip(programs, times[len(copies) :], strict=True)
     ]
     return setting, records
 
 
-def _record(problem, program, timed: Times, traffic: Traffic) -> Record:
+def _record(problem, program, taken: Times, traffic: Traffic) -> Record:
     column, measure, memory = program.column, program.measure, program.memory
     return Record(
         routing=problem.routing,
@@ -207,7 +217,7 @@ def _record(problem, program, timed: Times, traffic: Traffic) -> Record:
         temp_bytes=memory["temp"],
         output_bytes=memory["output"],
         own_bytes=_programs.own_bytes(column.kind, problem),
-        **timed.per_call(program.calls).summary,
+        **taken.per_call(program.calls).summary,
     )
 
 
