@@ -219,10 +219,11 @@ def test_traffic_by_hand():
     assert traffic.necessary(packets=True)["dispatch"] == 200 + 600 + 2 * 400
 
 
-def test_programs_take_turns(group):
+def test_programs_take_turns(group, monkeypatch):
     calls = []
     programs = [lambda i=i: calls.append(i) for i in range(3)]
     prepare = _clock.Preparation(group.mesh, flush_bytes=4096)
+    monkeypatch.setattr(_clock, "LEAST_SECONDS", 0.0)
     times = _clock.time_in_turns(programs, prepare, until=-math.inf, most=50)
     assert [len(t.seconds) for t in times] == [_clock.LEAST] * 3
     assert sorted(calls[:3]) == [0, 1, 2]
@@ -247,5 +248,7 @@ def test_quick_programs_run_more_often(monkeypatch):
 
     times = _clock.time_in_turns([taking(1.0), taking(0.1)], lambda: None, until=21.1, most=50)
     assert [len(t.seconds) for t in times] == [11, 50]
+    late = _clock.time_in_turns([taking(1.0), taking(0.125)], lambda: None, until=0.0, most=50)
+    assert [len(t.seconds) for t in late] == [3, 5]
     assert times[1].summary["median_us"] == pytest.approx(1e5)
     assert times[1].per_call(10).summary["mean_us"] == pytest.approx(1e4)

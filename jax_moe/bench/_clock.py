@@ -16,7 +16,8 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 _FLUSH_BYTES = 256 << 20  # more than any GPU's L2 cache
-LEAST = 3  # repetitions
+LEAST = 3  # repetitions of a program
+LEAST_SECONDS = 0.5  # for all its repetitions, if `most` does not end them before
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,7 +98,8 @@ def time_in_turns(
     Args:
       programs: what to time.
       prepare: called before each timed call.
-      until: `time.monotonic()` at which to be done, but every program runs `LEAST` times.
+      until: `time.monotonic()` at which to be done, but every program runs `LEAST` times, and
+        more if that takes it no longer than `LEAST_SECONDS`.
       most: most repetitions of a program.
     """
     seconds: list[list[float]] = [[] for _ in programs]
@@ -105,7 +107,7 @@ def time_in_turns(
     gc.disable()
     try:
         _run_all([1] * len(programs), programs, prepare, seconds)
-        share = max(0.0, until - time.monotonic()) / max(1, len(programs))
+        share = max(LEAST_SECONDS, (until - time.monotonic()) / max(1, len(programs)))
         counts = [max(LEAST - 1, int(min(share / s[0], most - 1))) for s in seconds]
         _run_all(_agreed(counts), programs, prepare, seconds)
     finally:
