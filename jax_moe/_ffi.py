@@ -26,7 +26,9 @@ try:
 except ImportError as error:
     raise ImportError(
         f"jax_moe's native extension cannot be loaded ({error}). Build it with `pip install .` "
-        "(needs a C++20 compiler), or install a wheel for this platform and Python."
+        "(needs a C++20 compiler), or install a wheel for this platform and Python. If it is "
+        f"installed, {os.path.dirname(__file__)} hides it: leave that folder's parent, or `python "
+        "-P`."
     ) from error
 
 

@@ -274,7 +274,11 @@ def test_group_keys():
     assert len(keys) == 7
     assert all(0 <= key < 2**63 for key in keys)
     elsewhere = subprocess.run(
-        [sys.executable, "-c", _KEY], check=True, capture_output=True, text=True, timeout=120
+        [sys.executable, "-P", "-c", _KEY],
+        check=True,
+        stdout=subprocess.PIPE,  # what goes wrong there is seen here
+        text=True,
+        timeout=120,
     )
     assert int(elsewhere.stdout) == group.key
 

@@ -2,8 +2,11 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+
+import jax_moe
 
 
 def import_after(statements: str) -> str:
@@ -32,6 +35,7 @@ def test_missing_extension_says_how_to_build():
     assert "no trouble" not in said
     assert "ImportError: jax_moe's native extension cannot be loaded" in said
     assert "pip install ." in said
+    assert f"{Path(jax_moe.__file__).parent} hides it" in said
 
 
 def test_loads_without_a_gpu():
