@@ -10,6 +10,7 @@ import toy
 from train import config as configs
 from train.__main__ import parse
 from train.loop import prepare_folder
+from train.presets import TINY
 
 pytestmark = pytest.mark.cpu
 
@@ -37,7 +38,7 @@ def test_tiny_is_as_published():
 
 def test_command_line_changes_one_value():
     changed = parse(["tiny", "--model.hidden", "64", "--steps", "7"])
-    assert changed == toy.changed(configs.TINY, model__hidden=64, steps=7)
+    assert changed == toy.changed(TINY, model__hidden=64, steps=7)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 import toy
 from jax.sharding import PartitionSpec
 
-from train.config import TINY
+from train.presets import TINY
 from train.step import Trainer, make_optimizer, schedule
 
 pytestmark = pytest.mark.cpu

@@ -102,7 +102,7 @@ def command(module: str, *arguments: str, before: str = "") -> list[str]:
     tests = Path(__file__).parent
     program = (
         f"import runpy, sys; sys.path += [{str(tests.parent)!r}, {str(tests)!r}]; import toy; "
-        "from train import config; config.CONFIGS['toy'] = ('for the tests', toy.CONFIG); "
+        "from train import presets; presets.CONFIGS['toy'] = ('for the tests', toy.CONFIG); "
         f"exec({before!r}); runpy.run_module({module!r}, run_name='__main__', alter_sys=True)"
     )
     return [sys.executable, "-P", "-c", program, *arguments]

@@ -11,7 +11,8 @@ import jax
 import tyro
 from rich.console import Console
 
-from train.config import CONFIGS, Config
+from train.config import Config
+from train.presets import CONFIGS
 
 
 def use_devices(cpu_devices: int) -> None:

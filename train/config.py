@@ -1,4 +1,4 @@
-"""What a run is made of: frozen dataclasses, named configurations, and their JSON form."""
+"""What a run is made of: frozen dataclasses, and their JSON form."""
 
 from __future__ import annotations
 
@@ -199,35 +199,6 @@ class Config:
         stem = "" if self.data.file is None else f"-{Path(self.data.file).stem}"
         return Path("runs") / f"{self.name}{stem}"
 
-
-# The mesh of `tiny`: one routing group per node, as in DeepSeek-V3, so that keeping 2 of the 4
-# groups keeps a token on 2 of the 4 nodes; with 2 nodes the limit would limit nothing.
-TINY = Config(
-    name="tiny",
-    model=ModelConfig(
-        vocab_size=256,
-        hidden=96,
-        num_layers=3,
-        num_dense_layers=1,
-        dense_width=256,
-        num_heads=4,
-        kv_rank=64,
-        nope_dim=16,
-        rope_dim=16,
-        value_dim=32,
-        num_experts=8,
-        expert_width=96,
-        top_k=2,
-        num_groups=4,
-        top_groups=2,
-    ),
-    optimizer=OptimizerConfig(peak_rate=3e-3, final_rate=3e-4, total_steps=2500, warmup_steps=100),
-    data=DataConfig(batch=16, sequence=128),
-    mesh=MeshConfig(data=1, node=4, rank=2, cpu_devices=8),
-    steps=500,
-)
-
-CONFIGS = {"tiny": ("0.76 M parameters on bytes, for 8 CPU devices on a laptop", TINY)}
 
 # What may differ between a run and its continuation.
 _FREE = {"steps", "run_dir", "save_every", "keep_checkpoints", "eval_every", "print_every"}
