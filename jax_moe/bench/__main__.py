@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import pathlib
 import shlex
 import sys
 from collections.abc import Sequence
-from typing import Any
-
-import jax
 
 from jax_moe.bench import _columns, _environment, _report, _run
 from jax_moe.bench._programs import MEASURES
@@ -78,28 +74,12 @@ def _columns_of(text: str) -> tuple[str, ...]:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
-def _devices(wanted: int | None, on_cpu: int) -> list[Any]:
-    """The first `wanted` devices; by default all, of which CPU devices are made `on_cpu`.
-
-    Raises:
-      SystemExit: there are fewer.
-    """
-    with contextlib.suppress(RuntimeError):  # whoever called may have made its CPU devices
-        jax.config.update("jax_num_cpu_devices", wanted or on_cpu)
-    devices = jax.devices()
-    if wanted is None:
-        wanted = on_cpu if devices[0].platform == "cpu" else len(devices)
-    if len(devices) < wanted:
-        raise SystemExit(f"--devices {wanted}: JAX finds {len(devices)} of {devices[0].platform}.")
-    return devices[:wanted]
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs the bench and prints its report."""
     given = sys.argv[1:] if arguments is None else list(arguments)
     args = _parser().parse_args(given)
     shape = SHAPES[args.shape]
-    devices = _devices(args.devices, shape.ranks // args.virtual_ranks)
+    devices = _environment.take_devices(args.devices, shape.ranks // args.virtual_ranks)
     conditions = _environment.conditions(
         devices, shlex.join(["python", "-m", "jax_moe.bench", *given])
     )

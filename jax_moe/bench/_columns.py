@@ -47,6 +47,11 @@ class OurWay:
             implementation=self.implementation,
         )
 
+    def group_sizes(self, ids, plan):
+        """Rows of each of the device's experts, int32 [V*E/R]."""
+        del ids
+        return plan.group_sizes
+
     def dispatch(self, x, s, plan):
         """See `jax_moe.dispatch`."""
         return jax_moe.dispatch(x, s, plan)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import os
 import pathlib
@@ -14,6 +15,22 @@ import jax
 import jaxlib.version
 
 import jax_moe
+
+
+def take_devices(wanted: int | None, on_cpu: int) -> list[Any]:
+    """The first `wanted` devices; by default all, of which CPU devices are made `on_cpu`.
+
+    Raises:
+      SystemExit: there are fewer.
+    """
+    with contextlib.suppress(RuntimeError):  # whoever called may have made its CPU devices
+        jax.config.update("jax_num_cpu_devices", wanted or on_cpu)
+    devices = jax.devices()
+    if wanted is None:
+        wanted = on_cpu if devices[0].platform == "cpu" else len(devices)
+    if len(devices) < wanted:
+        raise SystemExit(f"--devices {wanted}: JAX finds {len(devices)} of {devices[0].platform}.")
+    return devices[:wanted]
 
 
 def conditions(devices: Sequence[Any], command: str) -> dict[str, str]:

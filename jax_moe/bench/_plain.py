@@ -52,6 +52,16 @@ class PlainWay:
         """Rows and their scalars back to (the tokens' sums [T, H], scalars [T, K])."""
         raise NotImplementedError
 
+    def group_sizes(self, ids: jax.Array, state: State) -> jax.Array:
+        """Rows of each of this rank's experts, int32 [E/R]."""
+        del state
+        sizes = self.sizes
+        counts = jnp.zeros(sizes.num_experts, jnp.int32).at[ids.reshape(-1)].add(1)
+        first = jax.lax.axis_index(sizes.axis) * sizes.experts_per_rank
+        return jax.lax.dynamic_slice_in_dim(
+            jax.lax.psum(counts, sizes.axis), first, sizes.experts_per_rank
+        )
+
     def dispatch(self, x, s, state):
         """`send`, with `receive` as its gradient."""
         return _dispatch(self, x, s, state)

@@ -82,17 +82,25 @@ def functions(way: Any) -> dict[str, tuple[Callable, tuple[str, ...]]]:
     }  # fmt: skip
 
 
+def pool_bytes(group, tokens: int, top_k: int, experts: int, hidden: int, dtype: str) -> int:
+    """Bytes of the `ptx` implementation's pool on one device."""
+    return group.virtual_ranks * _cuda.pool_bytes(
+        num_ranks=group.num_ranks,
+        tokens=tokens,
+        top_k=top_k,
+        num_experts=experts,
+        hidden=hidden,
+        dtype=dtype,
+    )
+
+
 def own_bytes(name: str, problem: Problem) -> int:
     """Bytes that a column keeps or takes outside XLA's accounting, on one device."""
     sizes, group = problem.sizes, problem.group
     if name == "ptx":
-        return group.virtual_ranks * _cuda.pool_bytes(
-            num_ranks=group.num_ranks,
-            tokens=sizes.tokens,
-            top_k=sizes.top_k,
-            num_experts=sizes.num_experts,
-            hidden=problem.shape.hidden,
-            dtype=problem.dtype,
+        hidden = problem.shape.hidden
+        return pool_bytes(
+            group, sizes.tokens, sizes.top_k, sizes.num_experts, hidden, problem.dtype
         )
     if name == "cpu":
         # Rows are copied straight between the devices' buffers; a plan takes scratch, one for all

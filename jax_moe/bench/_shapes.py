@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Literal
 
 import numpy as np
@@ -11,7 +12,7 @@ Routing = Literal["balanced", "skewed"]
 ROUTINGS: tuple[Routing, ...] = ("balanced", "skewed")
 
 _SKEW = 1.0  # MaxVio of the skewed routing
-_SKEW_SAMPLE = 8192  # tokens on which the skew is tuned
+SKEW_SAMPLE = 8192  # tokens on which the skew is tuned
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,6 +26,8 @@ class Shape:
       experts: experts E of the group.
       top_k: experts K of one token.
       ranks: ranks R to make where devices are free to choose, that is on CPU.
+      width: inner width W of one expert, for the whole layer.
+      num_shared: experts that every token goes through, for the whole layer.
     """
 
     name: str
@@ -33,6 +36,8 @@ class Shape:
     experts: int
     top_k: int
     ranks: int = 8
+    width: int = 64
+    num_shared: int = 0
 
     def __str__(self) -> str:
         return (
@@ -45,11 +50,24 @@ SHAPES = {
     shape.name: shape
     for shape in (
         Shape("tiny", tokens=32, hidden=64, experts=16, top_k=4),
-        Shape("cpu8", tokens=1024, hidden=1024, experts=64, top_k=8),
-        Shape("deepseek-v3", tokens=4096, hidden=7168, experts=256, top_k=8),
-        Shape("deepseek-v2-lite", tokens=4096, hidden=2048, experts=64, top_k=6),
-        Shape("qwen3-30b-a3b", tokens=4096, hidden=2048, experts=128, top_k=8),
-        Shape("mixtral-8x7b", tokens=4096, hidden=4096, experts=8, top_k=2),
+        Shape("cpu8", tokens=1024, hidden=1024, experts=64, top_k=8, width=256, num_shared=1),
+        Shape(  # one layer of the trainer's `tiny`
+            "tiny-lm", tokens=256, hidden=96, experts=8, top_k=2, width=96, num_shared=1
+        ),
+        Shape(
+            "deepseek-v3", tokens=4096, hidden=7168, experts=256, top_k=8, width=2048, num_shared=1
+        ),
+        Shape(
+            "deepseek-v2-lite",
+            tokens=4096,
+            hidden=2048,
+            experts=64,
+            top_k=6,
+            width=1408,
+            num_shared=2,
+        ),
+        Shape("qwen3-30b-a3b", tokens=4096, hidden=2048, experts=128, top_k=8, width=768),
+        Shape("mixtral-8x7b", tokens=4096, hidden=4096, experts=8, top_k=2, width=14336),
     )
 }
 
@@ -69,7 +87,12 @@ def expert_ids(shape: Shape, ranks: int, routing: Routing, seed: int = 0) -> np.
     rng = np.random.default_rng((seed, ROUTINGS.index(routing)))
     popularity = rng.standard_normal(shape.experts)
     noise = rng.gumbel(size=(ranks * shape.tokens, shape.experts))
-    spread = 0.0 if routing == "balanced" else _tuned_spread(noise, popularity, shape.top_k)
+
+    def skew(spread: float) -> float:
+        scores = noise[:SKEW_SAMPLE] + spread * popularity
+        return max_violation(_choose(scores, shape.top_k), shape.experts)
+
+    spread = 0.0 if routing == "balanced" else tuned_spread(skew, high=8.0)
     return _choose(noise + spread * popularity, shape.top_k).reshape(ranks, shape.tokens, -1)
 
 
@@ -80,13 +103,12 @@ def _choose(scores: np.ndarray, top_k: int) -> np.ndarray:
     return np.take_along_axis(best, order, 1).astype(np.int32)
 
 
-def _tuned_spread(noise: np.ndarray, popularity: np.ndarray, top_k: int) -> float:
-    noise = noise[:_SKEW_SAMPLE]
-    low, high = 0.0, 8.0
+def tuned_spread(skew: Callable[[float], float], *, high: float) -> float:
+    """The spread in (0, high] of the experts' popularity whose `skew`, a MaxVio, is 1."""
+    low = 0.0
     for _ in range(20):
         middle = (low + high) / 2
-        skew = max_violation(_choose(noise + middle * popularity, top_k), popularity.size)
-        low, high = (middle, high) if skew < _SKEW else (low, middle)
+        low, high = (middle, high) if skew(middle) < _SKEW else (low, middle)
     return high
 
 

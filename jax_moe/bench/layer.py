@@ -1,0 +1,227 @@
+"""Times the whole MoE layer beside the same layer with other exchanges, and by part.
+
+python -m jax_moe.bench.layer --help
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import json
+import pathlib
+import shlex
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+import jax_moe
+from jax_moe.bench import _environment, _layer_columns, _shapes
+from jax_moe.bench._clock import Preparation, time_in_turns
+from jax_moe.bench._layer_parts import PARTS, make_parts
+from jax_moe.bench._programs import pool_bytes
+
+# Allowed difference of outputs and gradients, relative to the largest value: other orders of
+# summation, and in bfloat16 other roundings between the steps.
+TOLERANCE = {"float32": 1e-5, "bfloat16": 2.0**-4}
+
+
+@dataclasses.dataclass(frozen=True)
+class Record:
+    """One program's time, microseconds, and what it takes on one device."""
+
+    column: str  # "part" for a part of ours
+    measure: str
+    median_us: float
+    mean_us: float
+    deviation_us: float
+    least_us: float
+    repetitions: int
+    tflops: float | None  # per second on one device; of whole layers
+    peak_bytes: int | None  # temporaries, outputs and our pool; of whole layers
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m jax_moe.bench.layer",
+        description="Times forward + backward of the whole MoE layer, with our exchange and with "
+        "others, after comparing outputs and gradients; and each part of ours by itself.",
+    )
+    parser.add_argument("--shape", choices=_shapes.SHAPES, default="cpu8")
+    for name in ("tokens", "hidden", "width", "experts"):
+        parser.add_argument(f"--{name}", type=int, help="instead of the shape's")
+    parser.add_argument("--routing", choices=_shapes.ROUTINGS, default="balanced")
+    parser.add_argument("--dtype", choices=tuple(TOLERANCE), default="bfloat16")
+    parser.add_argument("--columns", default=",".join(_layer_columns.NAMES), help="comma-separated")
+    parser.add_argument("--devices", type=int, help="devices to use (on CPU, to make)")
+    parser.add_argument("--virtual-ranks", type=int, default=1, help="ranks of each device")
+    parser.add_argument("--repetitions", type=int, default=30, help="most of each program")
+    parser.add_argument("--seconds", type=float, default=60.0, help="about what timing may take")
+    parser.add_argument("--no-parts", action="store_true", help="whole layers only")
+    parser.add_argument("--json", type=pathlib.Path, help="write everything there")
+    parser.add_argument("--markdown", type=pathlib.Path, help="append the report there")
+    return parser
+
+
+def _gradients(apply: Callable, layer: _layer_columns.Layer) -> jax.stages.Compiled:
+    """Output and gradients of weights and tokens, given (params, x, dy)."""
+
+    def program(params, x, dy):
+        y, pull = jax.vjp(apply, params, x)
+        y, dy = jax.lax.optimization_barrier((y, dy))  # as with a loss in between
+        return y, pull(dy)
+
+    return jax.jit(program).lower(layer.params, layer.x, layer.dy).compile()
+
+
+def _check(name: str, got: Any, want: Any, tolerance: float) -> None:
+    """Raises AssertionError where outputs or gradients differ too much."""
+    for (path, a), b in zip(jax.tree.leaves_with_path(got), jax.tree.leaves(want), strict=True):
+        scale = float(jnp.abs(b).max())
+        error = float(jnp.abs(a.astype(jnp.float32) - b.astype(jnp.float32)).max())
+        if not error <= tolerance * scale:
+            raise AssertionError(
+                f"{name}: {jax.tree_util.keystr(path)} differs by {error:.3g} from the first "
+                f"column's, whose largest value is {scale:.3g}; allowed is {tolerance:.3g} of it."
+            )
+
+
+def _peak_bytes(program: jax.stages.Compiled, layer: _layer_columns.Layer, *, pool: bool) -> int:
+    analysis: Any = program.memory_analysis()
+    found = analysis.temp_size_in_bytes + analysis.output_size_in_bytes
+    sizes = layer.shape.tokens, layer.shape.top_k, layer.shape.experts, layer.shape.hidden
+    return found + (pool_bytes(layer.group, *sizes, layer.dtype) if pool else 0)
+
+
+def _whole_layers(layer, ids, names: Sequence[str], skipped: dict[str, str]):
+    """The columns that can run here, compiled, each found equal to the first."""
+    compiled, first = {}, None
+    for name in names:
+        try:
+            compiled[name] = _gradients(_layer_columns.make(name, layer, ids), layer)
+        except NotImplementedError as error:
+            skipped[name] = str(error)
+            continue
+        if name != "local":  # which computes something else
+            results = compiled[name](layer.params, layer.x, layer.dy)
+            first = results if first is None else first
+            _check(name, results, first, TOLERANCE[layer.dtype])
+    return compiled
+
+
+def _make_layer(args: argparse.Namespace, devices: Sequence[Any]) -> _layer_columns.Layer:
+    changes = {n: getattr(args, n) for n in ("tokens", "hidden", "width", "experts")}
+    shape = dataclasses.replace(
+        _shapes.SHAPES[args.shape], **{n: v for n, v in changes.items() if v is not None}
+    )
+    mesh = jax_moe.make_mesh(rank=len(devices), devices=devices)
+    group = jax_moe.ExpertGroup(mesh, axes=("rank",), virtual_ranks=args.virtual_ranks)
+    return _layer_columns.make_layer(shape, group, args.dtype, args.routing)
+
+
+def run(args: argparse.Namespace, devices: Sequence[Any]) -> tuple[dict[str, Any], list[Record]]:
+    """Facts of the setting, and a record of each program."""
+    layer = _make_layer(args, devices)
+    ids, skipped = _layer_columns.routed_ids(layer), {}
+    whole = _whole_layers(layer, ids, args.columns.split(","), skipped)
+    programs: dict[tuple[str, str], Callable[[], Any]] = {
+        (name, "forward+backward"): functools.partial(p, layer.params, layer.x, layer.dy)
+        for name, p in whole.items()
+    }
+    on_cpu = devices[0].platform == "cpu"
+    if not args.no_parts:
+        way = _layer_columns.make_way("cpu" if on_cpu else "ptx", layer, ids)
+        programs |= {("part", name): part for name, part in make_parts(layer, *way).items()}
+    for program in programs.values():  # on GPUs the first runs capture a CUDA graph
+        for _ in range(2):
+            jax.block_until_ready(program())
+    until, before = time.monotonic() + args.seconds, Preparation(layer.group.mesh)
+    times = time_in_turns(list(programs.values()), before, until=until, most=args.repetitions)
+    records = []
+    for (column, measure), taken in zip(programs, times, strict=True):
+        tflops = peak = None
+        if column in whole:
+            tflops = layer.flops / taken.summary["median_us"] / 1e6
+            pool = not on_cpu and column in ("moe", "ptx")
+            peak = _peak_bytes(whole[column], layer, pool=pool)
+        records.append(Record(column, measure, **taken.summary, tflops=tflops, peak_bytes=peak))
+    experts = layer.shape.experts
+    facts = {
+        "layer": f"{layer.shape}, W {layer.shape.width}, {layer.shape.num_shared} shared, "
+        f"{args.dtype}, {layer.group.num_ranks} ranks on {len(devices)} devices",
+        "routing": f"{args.routing}, MaxVio {_shapes.max_violation(ids, experts):.2f}, "
+        f"{_shapes.tight_capacity(ids, experts)} rows of capacity a rank",
+        "before each timed call": before.words,
+        "skipped": skipped,
+    }
+    return facts, records
+
+
+def _lines(facts: dict[str, Any], records: list[Record], conditions) -> Iterator[str]:
+    yield f"## The layer: {facts['layer']}"
+    yield ""
+    facts_too = {n: facts[n] for n in ("routing", "before each timed call")}
+    for name, value in (conditions | facts_too).items():
+        yield f"- {name}: {'`' * (name == 'command')}{value}{'`' * (name == 'command')}"
+    yield (
+        "- forward and backward, milliseconds, median ± deviation of repetitions in which all "
+        "programs take turns; outputs and gradients of tokens and weights of all columns but "
+        "`local` were equal before; peak memory is XLA's temporaries and outputs, and our pool"
+    )
+    yield ""
+    yield "| column | what | ms | of the first's | TFLOP/s a device | peak MB | repetitions |"
+    yield "| --- | --- | ---: | ---: | ---: | ---: | ---: |"
+    whole = [r for r in records if r.column != "part"]
+    for r in whole:
+        yield (
+            f"| {r.column} | {_layer_columns.title(r.column)} | {_ms(r.median_us)} ± "
+            f"{_ms(r.deviation_us)} | {r.median_us / whole[0].median_us:.2f} | {r.tflops:.3g} | "
+            f"{(r.peak_bytes or 0) / 1e6:.0f} | {r.repetitions} |"
+        )
+    if parts := [r for r in records if r.column == "part"]:
+        yield ""
+        yield "| part of ours, alone | inside the timed region | ms | of their sum | repetitions |"
+        yield "| --- | --- | ---: | ---: | ---: |"
+        total = sum(r.median_us for r in parts)
+        for r in parts:
+            share = f"{_ms(r.median_us)} | {r.median_us / total:.1%} | {r.repetitions}"
+            yield f"| {r.measure} | {PARTS[r.measure]} | {share} |"
+        yield f"| sum | | {_ms(total)} | | |"
+    for name, why in facts["skipped"].items():
+        yield ""
+        yield f"Not run: {name}: {why.rstrip('.')}."
+
+
+def _ms(microseconds: float) -> str:
+    return f"{microseconds / 1e3:.3g}"
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Runs the bench and prints its report."""
+    given = sys.argv[1:] if arguments is None else list(arguments)
+    parser = _parser()
+    args = parser.parse_args(given)
+    if wrong := [n for n in args.columns.split(",") if n not in _layer_columns.NAMES]:
+        parser.error(f"--columns {wrong}: choose from {', '.join(_layer_columns.NAMES)}")
+    ranks = _shapes.SHAPES[args.shape].ranks // args.virtual_ranks
+    devices = _environment.take_devices(args.devices, ranks)
+    command = shlex.join(["python", "-m", "jax_moe.bench.layer", *given])
+    conditions = _environment.conditions(devices, command)
+    facts, records = run(args, devices)
+    report = "\n".join(_lines(facts, records, conditions)) + "\n"
+    print(report)
+    if args.json:
+        document = facts | {"conditions": conditions}
+        document["records"] = [dataclasses.asdict(r) for r in records]
+        args.json.write_text(json.dumps(document, indent=1) + "\n")
+    if args.markdown:
+        with args.markdown.open("a") as file:
+            file.write("\n" + report)
+
+
+if __name__ == "__main__":
+    main()
