@@ -39,7 +39,7 @@ def make_parts(layer: Layer, way: Any, engine) -> dict[str, Callable[[], Any]]:
     tokens, copied = jax.P(layer.group.axes), jax.P()
     weights, config = layer.weights, layer.config
 
-    def compiled(function, specs, *operands, outs=tokens):
+    def compiled(function, specs, *operands, outs: Any = tokens):
         mapped = jax.shard_map(function, mesh=layer.group.mesh, in_specs=specs, out_specs=outs)
         program = jax.jit(mapped).lower(*operands).compile()
         return functools.partial(program, *operands)
@@ -49,7 +49,7 @@ def make_parts(layer: Layer, way: Any, engine) -> dict[str, Callable[[], Any]]:
         return routing.weights, routing.expert_ids
 
     def router_part(x, router, bias, d_weights):
-        gate, pull, ids = jax.vjp(lambda *a: route(*a, bias), x, router, has_aux=True)
+        gate, pull, ids = jax.vjp(lambda x, w: route(x, w, bias), x, router, has_aux=True)
         return gate, ids, pull(d_weights)
 
     def plan(ids):

@@ -139,7 +139,8 @@ def run(args: argparse.Namespace, devices: Sequence[Any]) -> tuple[dict[str, Any
     for program in programs.values():  # on GPUs the first runs capture a CUDA graph
         for _ in range(2):
             jax.block_until_ready(program())
-    until, before = time.monotonic() + args.seconds, Preparation(layer.group.mesh)
+    mesh: Any = layer.group.mesh
+    until, before = time.monotonic() + args.seconds, Preparation(mesh)
     times = time_in_turns(list(programs.values()), before, until=until, most=args.repetitions)
     records = []
     for (column, measure), taken in zip(programs, times, strict=True):
