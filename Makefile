@@ -4,15 +4,17 @@
 # make sample               text from its checkpoint; PROMPT="And God said" LENGTH=400
 # make test                 all tests with jaxlib 0.11.2, in .venv (made if need be)
 # make test JAXLIB=0.12     a named subset with jaxlib 0.12, in .venv-0.12 (FULL=1: all tests)
-# make test TESTS=tests/test_router.py PYTEST_FLAGS=-x JOBS=0   (processes; 0 is pytest's own)
+# make test TESTS=tests/test_router.py PYTEST_FLAGS=-x JOBS=0   (0: in one process)
 # make test-gpu SHARD=i/n    the tests that need GPUs, or a part of them; GPU_PYTHON has jax[cuda13]
+# make test-gpu SHARD=sanitizers    those under compute-sanitizer, which are slow
 # make lint, make format    what CI checks, and what mends most of it
 # make dist                 wheel and sdist in dist/, each installed and tried in a fresh environment
 # PYTHON=/path/to/python    which Python makes the environments (else tools/find_python.sh looks)
 
 JAXLIB ?= 0.11.2
 EXTRAS := test,train
-JOBS ?= 0
+# Processes of pytest; each holds 8 CPU devices, and one test 6 GiB.
+JOBS ?= 2
 
 # Whatever environment is active, the ones below are used.
 unexport PYTHONPATH PYTHONHOME VIRTUAL_ENV

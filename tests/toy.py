@@ -3,6 +3,7 @@
 import dataclasses
 import os
 import sys
+import tempfile
 from pathlib import Path
 
 import jax
@@ -108,10 +109,19 @@ def command(module: str, *arguments: str, before: str = "") -> list[str]:
     return [sys.executable, "-P", "-c", program, *arguments]
 
 
+_CACHE = tempfile.TemporaryDirectory(prefix="jax_moe_compiled_")
+
+
 def environment(**changes: str) -> dict[str, str]:
     """The environment of such a command: it chooses its own devices, and compiles quickly."""
     kept = {key: value for key, value in os.environ.items() if key != "JAX_NUM_CPU_DEVICES"}
-    return kept | {"XLA_FLAGS": "--xla_backend_optimization_level=0"} | changes
+    added = {
+        "XLA_FLAGS": "--xla_backend_optimization_level=0",
+        # What one command compiled the next ones load.
+        "JAX_COMPILATION_CACHE_DIR": _CACHE.name,
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.1",
+    }
+    return kept | added | changes
 
 
 def write_text(path: Path, length: int = 6000) -> Path:

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # gpu_check.sh [SECTION...]: builds on a machine with GPUs, runs the GPU tests within time limits, and sums up.
-# Sections in order: build smoke exchange graphs groups faults layer soak pair; by default all but the last.
+# Sections in order: build smoke exchange graphs groups faults layer soak pair sanitizers; by default all but the last two.
 # PYTHON names the interpreter, with jax[cuda13], pytest, scikit-build-core and nanobind. The whole takes about
 # 8 minutes on one H200. Nothing can hang beyond its limit: each kernel has its deadline, each section its own.
 set -uo pipefail
@@ -39,6 +39,7 @@ section faults 60 bash -c 'tests "$@"' tests ${gpu}_faults.py
 section graphs 180 bash -c 'tests -s "$@"' tests ${gpu}_graphs.py
 section layer 90 bash -c 'tests "$@"' tests ${gpu}_layer.py
 section soak 120 bash -c 'tests "$@"' tests ${gpu}_soak.py
+section sanitizers 400 env SHARD=sanitizers bash -c 'tests -s "$@"' tests ${gpu}_sanitizers.py
 section pair 120 env JAX_MOE_REQUIRE=gpu2 bash -c 'tests "$@"' tests ${gpu}_pair.py
 echo "==> summary"
 printf '%s' "$summary"

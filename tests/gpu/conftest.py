@@ -1,4 +1,7 @@
-"""Tests that need a GPU: `make test-gpu`, or a part of them with SHARD=i/n."""
+"""Tests that need a GPU: `make test-gpu`, or a part of them with SHARD=i/n.
+
+The slow ones under sanitizers run with SHARD=sanitizers, and only then.
+"""
 
 import os
 
@@ -10,11 +13,15 @@ def pytest_collection_modifyitems(config, items):
     for item in here:
         if not item.get_closest_marker("gpu2"):
             item.add_marker(pytest.mark.gpu1)
-    if shard := os.environ.get("SHARD"):
+    shard = os.environ.get("SHARD", "")
+    slow = [item for item in here if item.path.stem == "test_gpu_sanitizers"]
+    kept = slow if shard == "sanitizers" else [item for item in here if item not in slow]
+    if shard and shard != "sanitizers":
         index, count = map(int, shard.split("/"))
         if not 1 <= index <= count:
-            raise pytest.UsageError(f"SHARD={shard}: must be i/n with 1 <= i <= n")
+            raise pytest.UsageError(f"SHARD={shard}: must be i/n with 1 <= i <= n, or sanitizers")
         # Dealt out in turn, so that the shards take about the same time.
-        dropped = [item for i, item in enumerate(here) if i % count != index - 1]
-        config.hook.pytest_deselected(items=dropped)
-        items[:] = [item for item in items if item not in dropped]
+        kept = [item for i, item in enumerate(kept) if i % count == index - 1]
+    dropped = [item for item in here if item not in kept]
+    config.hook.pytest_deselected(items=dropped)
+    items[:] = [item for item in items if item not in dropped]

@@ -1,12 +1,15 @@
 """Two independent chains of one group in one jit, run many times; prints what was launched.
 
-Run by test_gpu_graphs.py with XLA_FLAGS that say how XLA puts calls into CUDA graphs.
+Run by test_gpu_graphs.py with XLA_FLAGS that say how XLA puts calls into CUDA graphs. With argument
+`collective` the calls go to XLA's stream for collectives; with a number it makes so many rounds;
+with `slow` the deadlines are minutes.
 """
 
 import dataclasses
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE.parent), str(HERE)]
@@ -18,11 +21,12 @@ import on_gpus  # noqa: E402
 import oracle  # noqa: E402
 import origin  # noqa: E402
 import runs  # noqa: E402
+from jax.experimental.compute_on import compute_on  # noqa: E402
 
 import jax_moe  # noqa: E402
 from jax_moe import _ffi  # noqa: E402
 
-ROUNDS = 30
+ROUNDS = next((int(a) for a in sys.argv[1:] if a.isdecimal()), 30)
 # Dispatch x and combine the rows as they are: every token comes back as often as it has rows.
 CASES = [
     cases.Case(
@@ -35,17 +39,26 @@ CASES = [
 
 def main() -> None:
     at = on_gpus.setting(dataclasses.replace(CASES[0], capacity=24 * 4 * 4))
-    at.group.set_timeout(10.0, flight_timeout_s=5.0)
+    slow = 30.0 if "slow" in sys.argv else 1.0
+    at.group.set_timeout(10.0 * slow, flight_timeout_s=5.0 * slow)
 
     def chain(ids, x, s):
         plan = at.plan(ids, "ptx", capacity=at.capacity)
         rows, row_s = jax_moe.dispatch(x, s, plan)
         return plan.sources, *jax_moe.combine(rows, row_s, plan)
 
+    run: Any = chain
+    if "collective" in sys.argv:
+        run = compute_on(
+            chain,
+            compute_type="gpu_stream:collective",
+            out_memory_spaces=jax.memory.Space.Device,
+        )
+
     @jax.jit
     @at.shard_map
     def both(first, second):
-        return chain(*first), chain(*second)
+        return run(*first), run(*second)
 
     def operands(case):
         given = runs.inputs(case)

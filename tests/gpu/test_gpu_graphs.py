@@ -25,17 +25,31 @@ SMALL = "--xla_gpu_graph_min_graph_size=1"
     ],
 )
 def test_graphs(flags, captured):
+    counts = run_program(flags)
+    if captured is True:
+        assert counts["launches"] < counts["calls"], "no call was replayed by a graph"
+    elif captured is False:
+        assert counts["launches"] == counts["calls"]
+
+
+def test_on_the_stream_of_collectives():
+    run_program("--xla_gpu_experimental_stream_annotation=true", "collective")
+
+
+def run_program(flags: str, *arguments: str) -> dict[str, int]:
+    """Runs the program, which checks every result; returns what it counted."""
     environment = os.environ | {
         "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {flags}".strip(),
         "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.05",
     }
     done = subprocess.run(
-        [sys.executable, PROGRAM], env=environment, capture_output=True, text=True, timeout=150
+        [sys.executable, PROGRAM, *arguments],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=150,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     counts = json.loads(done.stdout.splitlines()[-1])
-    print(flags, counts)
-    if captured is True:
-        assert counts["launches"] < counts["calls"], "no call was replayed by a graph"
-    elif captured is False:
-        assert counts["launches"] == counts["calls"]
+    print(flags, *arguments, counts)
+    return counts
