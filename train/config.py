@@ -141,14 +141,22 @@ class DataConfig:
 
 @dataclasses.dataclass(frozen=True)
 class MeshConfig:
-    """The devices: axes (data, node, rank); experts are spread over node and rank."""
+    """The devices by axes; one of data, fsdp, node, rank may be -1 and takes what is left.
+
+    Sequences are split over all axes, experts over node and rank: so expert parallelism does not
+    depend on how many replicas there are.
+    """
 
     data: int = 1
-    """Replicas of the expert-parallel group."""
+    """Replicas of everything."""
+    fsdp: int = 1
+    """Replicas that share the parameters and the optimizer's state: each holds a part of them."""
     node: int = 1
     """Nodes of a group."""
     rank: int = -1
-    """Devices per node; -1 takes what is left."""
+    """Devices per node."""
+    shard_dense: bool = False
+    """Cut what is not an expert's over node and rank too."""
     virtual_ranks: int = 1
     """Ranks hosted by each device."""
     num_nodes: int | None = None

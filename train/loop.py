@@ -12,19 +12,13 @@ import jax
 import numpy as np
 from rich.console import Console
 
-import jax_moe
 from train import config as configs
 from train import data
 from train.checkpoint import Checkpoints
-from train.config import Config, MeshConfig
+from train.config import Config
 from train.report import Reporter
+from train.sharding import make_group
 from train.step import Trainer, TrainState
-
-
-def make_group(config: MeshConfig) -> jax_moe.ExpertGroup:
-    """Makes the mesh and the expert-parallel group over its node and rank axes."""
-    mesh = jax_moe.make_mesh(data=config.data, node=config.node, rank=config.rank)
-    return jax_moe.ExpertGroup(mesh, virtual_ranks=config.virtual_ranks, num_nodes=config.num_nodes)
 
 
 def prepare_folder(config: Config) -> None:

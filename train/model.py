@@ -175,6 +175,7 @@ class LanguageModel(nnx.Module):
       config: sizes.
       group: where the experts live; everything else is split by batch over the whole mesh.
       implementation: what carries the tokens, as in `jax_moe.MoE`.
+      gather: puts together the parameters of a part of the model when it runs.
       seed: of the initialisation; the mesh has no part in it.
     """
 
@@ -184,9 +185,10 @@ class LanguageModel(nnx.Module):
         group: jax_moe.ExpertGroup,
         implementation: Implementation | None = None,
         *,
+        gather: Callable[[nnx.State], nnx.State],
         seed: int,
     ):
-        self.config, self.group = config, group
+        self.config, self.group, self.gather = config, group, gather
         # One stream per block, so that a block starts alike whether it is stacked or not.
         keys = jax.random.split(jax.random.key(seed), config.num_layers + 1)
         ends = Parts(config, nnx.Rngs(keys[-1]))
@@ -223,11 +225,15 @@ class LanguageModel(nnx.Module):
             def call(state, x):
                 # Pinned at every block, or XLA may gather the batch onto each device.
                 x = lax.with_sharding_constraint(x, split)
-                return nnx.merge(graph, state)(x)
+                return nnx.merge(graph, self.gather(state))(x)
 
             return (jax.checkpoint(call) if self.config.remat else call)(state, x)
 
-        x = lax.with_sharding_constraint(self.embedding(tokens), split)
+        def whole(part):
+            graph, state = nnx.split(part)
+            return nnx.merge(graph, self.gather(state))
+
+        x = lax.with_sharding_constraint(whole(self.embedding)(tokens), split)
         for block in self.dense_blocks:
             x, _ = run(x, block)
         if isinstance(self.moe_blocks, Block):
@@ -238,7 +244,7 @@ class LanguageModel(nnx.Module):
                 x, layer_stats = run(x, block)
                 each.append(layer_stats)
             stats = jax.tree.map(lambda *leaves: jnp.stack(leaves), *each) if each else None
-        logits = self.head(self.norm(x)).astype(jnp.float32)
+        logits = whole(self.head)(self.norm(x)).astype(jnp.float32)
         return lax.with_sharding_constraint(logits, split), stats
 
     def update_biases(self, counts: Int[Array, "layers experts"], step_size) -> None:

@@ -92,7 +92,7 @@ LITE = Config(
         aux_loss_weight=1e-4,
     ),
     data=DataConfig(batch=64, sequence=4096),
-    mesh=MeshConfig(data=1, node=1, rank=8),
+    mesh=MeshConfig(fsdp=-1, node=1, rank=8, shard_dense=True),
     steps=20_000,
 )
 
@@ -131,7 +131,7 @@ V3 = Config(
         aux_loss_weight=1e-4,
     ),
     data=DataConfig(batch=16_384, sequence=4096),
-    mesh=MeshConfig(data=-1, node=8, rank=8),
+    mesh=MeshConfig(fsdp=-1, node=8, rank=8, shard_dense=True),
     steps=220_000,
 )
 

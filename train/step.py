@@ -15,6 +15,7 @@ from jaxtyping import Array, Float, Int, UInt8
 import jax_moe
 from train.config import Config, OptimizerConfig
 from train.model import LanguageModel
+from train.sharding import Layout
 
 
 class TrainState(NamedTuple):
@@ -71,10 +72,11 @@ class Trainer:
 
     def __init__(self, config: Config, group: jax_moe.ExpertGroup):
         self.config, self.group = config, group
+        self.layout = Layout(group.mesh, config.mesh.shard_dense)
         self.optimizer = make_optimizer(config.optimizer)
         model = nnx.eval_shape(self._make_model)
         self._graph, *self._templates = nnx.split(model, nnx.Param, ...)
-        specs = partition_specs(self._templates[0])
+        specs = self.layout.specs(self._templates[0])
         self.abstract_state = place(jax.eval_shape(self._make_state), specs, group.mesh)
         self.num_params = sum(leaf.size for leaf in self.abstract_state.params.values())
         self.shardings = jax.tree.map(lambda leaf: leaf.sharding, self.abstract_state)
@@ -84,15 +86,33 @@ class Trainer:
         self.step = jax.jit(self._step, donate_argnums=0, out_shardings=(self.shardings, whole))
         self.evaluate = jax.jit(self._evaluate, out_shardings=whole)
 
-    def compile_step(self, options: dict[str, Any] | None = None) -> Any:
-        """Compiles `step` for the run's batch, with XLA's `options`; nothing runs."""
+    @property
+    def tokens_per_rank(self) -> int:
+        """Tokens that an MoE layer gets at once from each rank."""
+        data, group = self.config.data, self.group
+        ranks = group.mesh.size * group.virtual_ranks
+        return -(-data.batch * data.sequence // ranks)
+
+    def lower_step(self, *platforms: str) -> jax.stages.Lowered:
+        """Lowers `step` for the run's batch, and for the platforms where any are named."""
         shape = (self.config.data.batch, self.config.data.sequence + 1)
         windows = jax.ShapeDtypeStruct(shape, jnp.uint8, sharding=self.batch_sharding)
-        return self.step.lower(self.abstract_state, windows).compile(compiler_options=options)
+        traced = self.step.trace(self.abstract_state, windows)
+        return traced.lower(lowering_platforms=platforms or None)
+
+    def compile_step(self, options: dict[str, Any] | None = None) -> Any:
+        """Compiles `step` for the run's batch, with XLA's `options`; nothing runs."""
+        return self.lower_step().compile(compiler_options=options)
 
     def _make_model(self) -> LanguageModel:
         config = self.config
-        return LanguageModel(config.model, self.group, config.implementation, seed=config.seed)
+        return LanguageModel(
+            config.model,
+            self.group,
+            config.implementation,
+            gather=self.layout.gather,
+            seed=config.seed,
+        )
 
     def _make_state(self) -> TrainState:
         params, biases = self._arrays(self._make_model())
@@ -156,20 +176,6 @@ def to_state(arrays: Mapping[str, Any], template: nnx.State) -> nnx.State:
     return nnx.from_flat_state(
         [(path, leaf.replace(arrays["/".join(map(str, path))])) for path, leaf in flat]
     )
-
-
-def partition_specs(state: nnx.State) -> dict[str, PartitionSpec]:
-    """Returns by path how each variable is spread: experts over the group, the rest not at all.
-
-    The expert layer names the axes of its weights (`out_sharding`).
-    """
-    specs = {}
-    for path, leaf in nnx.to_flat_state(state):
-        names = tuple(leaf.get_metadata("out_sharding", None) or ())
-        # Stacked layers have a leading axis that the layer itself does not know of.
-        missing = (None,) * (leaf.get_value().ndim - len(names)) if names else ()
-        specs["/".join(map(str, path))] = PartitionSpec(*missing, *names)
-    return specs
 
 
 def place(
