@@ -34,6 +34,16 @@ def module(name: str) -> ModuleType:
     return importlib.import_module(_MODULES[name])
 
 
+def check_name(name: str | None) -> None:
+    """Refuses what names no implementation.
+
+    Raises:
+      ValueError: unknown name.
+    """
+    if name is not None and name not in NAMES:
+        raise ValueError(f"implementation={name!r}: must be one of {NAMES} or None.")
+
+
 def resolve(name: str | None, group: ExpertGroup) -> str:
     """Chooses where `name` is None, and refuses a name that cannot serve the group.
 
@@ -41,8 +51,7 @@ def resolve(name: str | None, group: ExpertGroup) -> str:
       ValueError: unknown name.
       NotImplementedError: the named implementation does not run on the group's devices.
     """
-    if name is not None and name not in NAMES:
-        raise ValueError(f"implementation={name!r}: must be one of {NAMES} or None.")
+    check_name(name)
     if name in ("xla", "reference"):
         return name
     obstacles = {"cpu": _cpu_obstacle(group), "ptx": _cuda.obstacle(group)}

@@ -77,7 +77,8 @@ class MoE(nnx.Module):
         implementation: _implementation.Name | None = None,
         rngs: nnx.Rngs,
     ):
-        _check_sizes(hidden, width, config, group, num_shared)
+        _check_sizes(hidden, width, config, group, num_shared, shared_width)
+        _implementation.check_name(implementation)
         self.hidden, self.width, self.dtype = hidden, width, dtype
         self.config = config.resolve(group.nodes)
         self.settings = _Settings(self.config, group, capacity, capacity_factor, implementation)
@@ -171,12 +172,23 @@ class _Totals:
 
 
 def _check_sizes(
-    hidden: int, width: int, config: RouterConfig, group: ExpertGroup, num_shared: int
+    hidden: int,
+    width: int,
+    config: RouterConfig,
+    group: ExpertGroup,
+    num_shared: int,
+    shared_width: int | None,
 ) -> None:
     if hidden < 1 or width < 1 or num_shared < 0:
         raise ValueError(
             f"hidden={hidden}, width={width}, num_shared={num_shared}: hidden and width must be "
             "at least 1, num_shared at least 0."
+        )
+    if shared_width is not None and (shared_width < 1 or not num_shared):
+        raise ValueError(
+            f"shared_width={shared_width} with num_shared={num_shared}: it is the width of the "
+            "shared experts together, at least 1, and needs num_shared >= 1; leave it None for "
+            "num_shared * width or for no shared experts."
         )
     if config.num_experts % group.num_ranks:
         raise ValueError(
@@ -213,8 +225,9 @@ def _routed_experts(
     group, batch = settings.group, x.shape[:-1]
     flat = x.reshape(-1, x.shape[-1])
     real = jnp.ones(len(flat), jnp.bool_) if mask is None else mask.reshape(-1)
-    # Every virtual rank gets the same number of tokens; the last ones may be padding.
-    missing = -len(flat) % (group.mesh.size * group.virtual_ranks)
+    # Every virtual rank gets the same number of tokens, at least one; the last may be padding.
+    ranks = group.mesh.size * group.virtual_ranks
+    missing = -len(flat) % ranks if len(flat) else ranks
     if missing:
         flat, real = jnp.pad(flat, ((0, missing), (0, 0))), jnp.pad(real, (0, missing))
     tokens, experts = P(group.mesh.axis_names), P(group.axes)
@@ -227,7 +240,7 @@ def _routed_experts(
     by_token, totals = local(flat, real, *weights)
     if missing:
         by_token = tuple(array[:-missing] for array in by_token)
-    y, logits, chosen = (array.reshape(*batch, -1) for array in by_token)
+    y, logits, chosen = (array.reshape(*batch, array.shape[-1]) for array in by_token)
     return y, logits, chosen, totals
 
 

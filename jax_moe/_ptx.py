@@ -5,6 +5,9 @@ is made while the program is lowered: tracing alone (`jax.eval_shape`) allocates
 
 All calls of a group must come in one order on all ranks. They do: XLA runs the custom calls of a
 program one after the other in the order of its schedule, and every device runs the same program.
+
+`jax_moe.dispatch` comes here through `_exchange.py`. The targets' handlers are `Plan`, `Dispatch`
+and `Combine` in `xla_ffi/cuda_handlers.cc`; `_ffi.py` registers them.
 """
 
 from __future__ import annotations

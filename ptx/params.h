@@ -20,7 +20,7 @@ constexpr uint64_t CeilDiv(uint64_t value, uint64_t divisor) {
   return (value + divisor - 1) / divisor;
 }
 
-// The shape of one call, as the handler reads it off its buffers and attributes.
+// The shape of one call, as the handler reads it off its buffers and attributes and the group.
 struct CallShape {
   uint32_t num_ranks;
   uint32_t virtual_ranks;
@@ -183,7 +183,7 @@ constexpr uint32_t SlotBytes(uint32_t payload_bytes) {
 
 // Bytes a call needs of each pool region (one parity where there are two).
 struct RegionBytes {
-  uint64_t chunk_flags;  // u64 [num_ranks, tokens]: arrival of (source, chunk)
+  uint64_t chunk_flags;  // u64 [num_ranks, chunks], at most tokens: arrival of (source, chunk)
   uint64_t ids;          // u16 [num_ranks, segments, segment_ids]
   uint64_t counts;       // u32 [num_ranks, segments, count row]
   uint64_t gates;        // f32 [num_ranks, tokens, topk]

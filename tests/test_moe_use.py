@@ -159,6 +159,7 @@ def test_groups_are_settled_once_by_the_nodes():
         ),
         ({}, {"num_shared": -1}, "num_shared=-1"),
         ({}, {"width": 0}, "width=0"),
+        ({}, {"num_shared": 0, "shared_width": 5}, "shared_width=5 with num_shared=0"),
     ],
 )
 def test_creation_refuses_with_the_reason(config, options, message):
@@ -171,6 +172,19 @@ def test_explicit_mesh_axes_are_refused_with_the_reason():
     mesh = jax_moe.make_mesh(node=4, axis_types=(jax.sharding.AxisType.Explicit,) * 3)
     with pytest.raises(ValueError, match="make them Auto"):
         jax_moe.MoE(12, 10, CONFIG, jax_moe.ExpertGroup(mesh), rngs=nnx.Rngs(0))
+
+
+def test_an_unknown_implementation_is_refused_at_once():
+    with pytest.raises(ValueError, match="implementation='nccl'"):
+        jax_moe.MoE(12, 10, CONFIG, NODES_2.group, implementation="nccl", rngs=nnx.Rngs(0))
+
+
+def test_no_tokens_at_all():
+    layer = moe_runs.make(CONFIG, NODES_2)
+    y, stats = nnx.jit(lambda layer, x: layer(x))(layer, jnp.zeros((0, 3, 12)))
+    assert y.shape == (0, 3, 12)
+    assert not stats.counts.any()
+    assert float(stats.aux_loss) == float(stats.max_vio) == 0.0
 
 
 def test_calls_refuse_with_the_reason():

@@ -1,4 +1,5 @@
-// The table of FFI targets. Nothing else of the library is visible to Python.
+// The Python module: the table of FFI targets, the registration of groups, and the CUDA runtime's
+// eager functions.
 
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>

@@ -122,6 +122,8 @@ class CallBuilder {
                             ": this process has no such group; build the ExpertGroup on the same "
                             "mesh before running the program");
     }
+    // Group::Launch (cuda_group.cc) finds the pools, fills ptx::Params (arrays: the buffers taken
+    // above) and starts the kernel jax_moe_<operation> of ptx/<operation>.ptx.
     const Status status = group->Launch(ordinal, call_, arrays_, stream);
     return status.ok() ? ffi::Error::Success() : ffi::Error(CodeOf(status.code), status.message);
   }
