@@ -44,7 +44,7 @@ TESTS ?= $(if $(or $(filter $(OLDEST),$(JAXLIB)),$(FULL)),tests,$(SUBSET))
 .DELETE_ON_ERROR:
 
 test: install
-	$(VENV)/bin/python -P -m pytest -n $(JOBS) --dist loadgroup $(PYTEST_FLAGS) $(TESTS)
+	$(VENV)/bin/python -P -m pytest -n $(JOBS) $(PYTEST_FLAGS) $(TESTS)
 
 # In an environment of the user's, with jax[cuda13] and jax_moe; a skip for want of a GPU is a failure.
 GPU_PYTHON ?= $(VENV)/bin/python

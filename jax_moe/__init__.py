@@ -8,6 +8,7 @@ from jax_moe._exchange import combine, dispatch
 from jax_moe._group import ExpertGroup, make_mesh
 from jax_moe._grouped_matmul import grouped_matmul
 from jax_moe._grouped_swiglu import grouped_swiglu
+from jax_moe._memory import save_plan, save_rows, saved_bytes
 from jax_moe._moe import MoE
 from jax_moe._plan import Plan, plan, row_capacity
 from jax_moe._router import RouterConfig, Routing, route
@@ -29,6 +30,9 @@ __all__ = [
     "pool_bytes",
     "route",
     "row_capacity",
+    "save_plan",
+    "save_rows",
+    "saved_bytes",
     "sequence_balance_loss",
     "update_bias",
 ]

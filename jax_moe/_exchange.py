@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from jax_moe import _implementation
 from jax_moe._plan import Plan
 
 PAYLOAD_DTYPES = ("float32", "bfloat16")
+ROWS_NAME = "jax_moe_rows"  # for policies of jax.checkpoint
 
 
 def dispatch(
@@ -44,7 +46,7 @@ def dispatch(
     tokens, top_k = plan.expert_ids.shape
     _check_operands("x", x, tokens, "s", s, (tokens, top_k), name)
     x, s, plan = _implementation.vary(plan.spec.group, x, s, plan)
-    return _dispatch(name, x, s, plan)
+    return checkpoint_name(_dispatch(name, x, s, plan), ROWS_NAME)
 
 
 def combine(

@@ -8,12 +8,14 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from jax_moe import _implementation
 from jax_moe._group import ExpertGroup, integer
 from jax_moe._reference import align_up
 
 Tail = Literal["zero", "undefined"]
+PLAN_NAME = "jax_moe_plan"  # for policies of jax.checkpoint
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,7 +150,7 @@ def plan(
     (expert_ids,) = _implementation.vary(group, expert_ids)
     (expert_ids,) = _implementation.refuse_vmap("plan", expert_ids)
     arrays = _implementation.module(spec.implementation).plan(expert_ids, spec)
-    return Plan(*arrays, spec=spec)
+    return checkpoint_name(Plan(*arrays, spec=spec), PLAN_NAME)
 
 
 def _make_spec(

@@ -19,13 +19,17 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 sys.path.append(str(Path(__file__).parents[1]))
 
 
-def pytest_collection_modifyitems(config, items):
-    """Keeps together, where pytest-xdist spreads tests over processes, what shares programs."""
-    if config.pluginmanager.hasplugin("xdist"):
-        for item in items:
-            name = item.path.stem
-            group = "cases" if name in ("test_exchange", "test_gradients", "test_plan") else name
-            item.add_marker(pytest.mark.xdist_group(group))
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """Keeps in one process what shares fixtures and compiled programs: a file, or these files."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByPrograms(LoadScopeScheduling):
+        def _split_scope(self, nodeid):
+            name = Path(nodeid.partition("::")[0]).stem
+            return "cases" if name in ("test_exchange", "test_gradients", "test_plan") else name
+
+    return ByPrograms(config, log)
 
 
 def pytest_report_header():
