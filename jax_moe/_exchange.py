@@ -99,7 +99,8 @@ def _check_operands(x_name, x, length, s_name, s, s_shape, implementation) -> No
     if x.ndim != 2 or x.shape[0] != length or x.shape[1] < 1 or x.dtype.name not in allowed:
         raise ValueError(
             f"{x_name} is {x.dtype}{list(x.shape)}: this plan and implementation="
-            f'"{implementation}" need [{length}, hidden >= 1] of {" or ".join(allowed)}.'
+            f'"{implementation}" need [{length}, hidden >= 1] of {" or ".join(allowed)}; cast '
+            "others, float16 to bfloat16."
         )
     wide = jnp.float64 if x.dtype == jnp.float64 else jnp.float32
     if s.shape != s_shape or s.dtype != wide:

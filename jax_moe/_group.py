@@ -47,16 +47,28 @@ def make_mesh(
         raise ValueError(f"{text}: sizes must be >= 1, and at most one may be -1 (fill).")
     if -1 in sizes:
         rest = math.prod(size for size in sizes if size != -1)
-        if devices.size % rest:
-            raise ValueError(f"{text}: the given sizes multiply to {rest}, not a divisor.")
+        if devices.size % rest or not devices.size:
+            raise ValueError(
+                f"{text}: the given sizes multiply to {rest}, not a divisor.{_more(devices, rest)}"
+            )
         sizes[sizes.index(-1)] = devices.size // rest
     if math.prod(sizes) != devices.size:
         raise ValueError(
             f"{text}: the sizes multiply to {math.prod(sizes)}; set one of them to -1 to fill, "
-            "or pass devices=jax.devices()[:n]."
+            f"or pass devices=jax.devices()[:{math.prod(sizes)}].{_more(devices, math.prod(sizes))}"
         )
     types = (AxisType.Auto,) * 3 if axis_types is None else axis_types
     return Mesh(devices.reshape(sizes), AXIS_NAMES, axis_types=types)
+
+
+def _more(devices: np.ndarray, wanted: int) -> str:
+    """How to get more devices, where that is easy."""
+    if devices.size >= wanted or any(device.platform != "cpu" for device in devices):
+        return ""
+    return (
+        f' More CPU devices: jax.config.update("jax_num_cpu_devices", {wanted}) before the first '
+        "use of JAX."
+    )
 
 
 def integer(name: str, value) -> int:
@@ -106,6 +118,11 @@ class ExpertGroup:
     link_sms: int | None = None
 
     def __post_init__(self):
+        if not isinstance(self.mesh, Mesh | AbstractMesh):
+            raise TypeError(
+                f"ExpertGroup of a {type(self.mesh).__name__}: it is made from a mesh, as of "
+                "jax_moe.make_mesh."
+            )
         axes = (self.axes,) if isinstance(self.axes, str) else tuple(self.axes)
         object.__setattr__(self, "axes", axes)
         missing = [axis for axis in axes if axis not in self.mesh.axis_names]

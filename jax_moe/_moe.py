@@ -113,11 +113,7 @@ class MoE(nnx.Module):
         Returns:
           (y of x's shape, of the layer's dtype, `MoEStats`).
         """
-        if x.ndim < 2 or x.shape[-1] != self.hidden:
-            raise ValueError(
-                f"x has shape {x.shape}: it must be [..., length, {self.hidden}], with this "
-                f"layer's hidden={self.hidden} last."
-            )
+        self._check_tokens(x)
         if mask is not None and (mask.shape != x.shape[:-1] or mask.dtype != jnp.bool_):
             raise ValueError(
                 f"mask is {mask.dtype}{list(mask.shape)}: it must be bool{list(x.shape[:-1])}, "
@@ -132,6 +128,13 @@ class MoE(nnx.Module):
             y = y + _dense_swiglu(x, self.shared_gate_up[...], self.shared_down[...], dtype)
         aux_loss = _balance.sequence_balance_loss(logits, mask, self.config, chosen=chosen)
         return y, _make_stats(totals, aux_loss)
+
+    def _check_tokens(self, x: Array) -> None:
+        if x.ndim < 2 or x.shape[-1] != self.hidden or not jnp.issubdtype(x.dtype, jnp.floating):
+            raise ValueError(
+                f"x is {x.dtype}{list(x.shape)}: it must be floating point [..., length, "
+                f"{self.hidden}], with this layer's hidden={self.hidden} last."
+            )
 
     def update_bias(self, counts: Int[Array, "*layers experts"], step_size: float) -> None:
         """Moves the routing bias by one step; once per optimizer step, outside any remat.
@@ -179,6 +182,11 @@ def _check_sizes(
     num_shared: int,
     shared_width: int | None,
 ) -> None:
+    if not isinstance(config, RouterConfig) or not isinstance(group, ExpertGroup):
+        raise TypeError(
+            f"config is a {type(config).__name__} and group a {type(group).__name__}: they must be "
+            "a jax_moe.RouterConfig and a jax_moe.ExpertGroup, which is made from a mesh."
+        )
     if hidden < 1 or width < 1 or num_shared < 0:
         raise ValueError(
             f"hidden={hidden}, width={width}, num_shared={num_shared}: hidden and width must be "

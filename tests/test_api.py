@@ -215,6 +215,7 @@ def test_group_refuses(arguments, words):
         ({"data": 2, "node": 2, "rank": 3}, ["rank=3", "multiply to 12", "-1", "devices="]),
         ({"node": -1}, ["node=-1", "rank=-1", "at most one"]),
         ({"rank": 0}, ["rank=0", ">= 1"]),
+        ({"node": 9}, ["node=9", '"jax_num_cpu_devices", 9)']),
     ],
     ids=_label,
 )
@@ -222,6 +223,11 @@ def test_make_mesh_refuses(sizes, words):
     with pytest.raises(ValueError) as caught:
         jax_moe.make_mesh(**sizes)
     assert all(word in str(caught.value) for word in words), caught.value
+
+
+def test_a_group_is_made_from_a_mesh():
+    with pytest.raises(TypeError, match="ExpertGroup of a list"):
+        jax_moe.ExpertGroup(jax.devices())  # pyright: ignore[reportArgumentType]
 
 
 def test_make_mesh():

@@ -179,6 +179,11 @@ def test_an_unknown_implementation_is_refused_at_once():
         jax_moe.MoE(12, 10, CONFIG, NODES_2.group, implementation="nccl", rngs=nnx.Rngs(0))
 
 
+def test_a_mesh_is_no_group():
+    with pytest.raises(TypeError, match="group a Mesh"):
+        jax_moe.MoE(12, 10, CONFIG, NODES_2.group.mesh, rngs=nnx.Rngs(0))
+
+
 def test_no_tokens_at_all():
     layer = moe_runs.make(CONFIG, NODES_2)
     y, stats = nnx.jit(lambda layer, x: layer(x))(layer, jnp.zeros((0, 3, 12)))
@@ -191,5 +196,7 @@ def test_calls_refuse_with_the_reason():
     layer = moe_runs.make(CONFIG, NODES_2)
     with pytest.raises(ValueError, match="hidden=12"):
         layer(jnp.zeros((2, 3, 11)))
+    with pytest.raises(ValueError, match=r"x is int32\[2, 3, 12\]: it must be floating point"):
+        layer(jnp.zeros((2, 3, 12), jnp.int32))
     with pytest.raises(ValueError, match=r"bool\[2, 3\]"):
         layer(jnp.zeros((2, 3, 12)), jnp.ones((2, 3), jnp.int32))

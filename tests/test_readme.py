@@ -1,11 +1,13 @@
-"""The README's examples, run as a user would, and the results checked against a dense layer."""
+"""The examples of README and docs/layer.md, run as a user would, and their results checked."""
 
 import re
 import subprocess
 import sys
 from pathlib import Path
 
-README = Path(__file__).parents[1] / "README.md"
+import pytest
+
+ROOT = Path(__file__).parents[1]
 
 CHECK = """
 routing = jax_moe.route(x @ gate, None, config)
@@ -19,11 +21,23 @@ print("checked")
 """
 
 
-def test_examples_run_and_are_right(tmp_path):
-    examples = re.findall(r"^```python\n(.*?)^```", README.read_text(), re.DOTALL | re.MULTILINE)
-    assert len(examples) == 2
+LAYER_CHECK = """
+assert int(stats.counts.sum()) == 4 * 32 * config.top_k
+assert all(jnp.isfinite(g).all() for g in jax.tree.leaves(grads))
+assert layer.bias[...].any()
+print("checked")
+"""
+
+
+@pytest.mark.parametrize(
+    ("page", "count", "check"), [("README.md", 2, CHECK), ("docs/layer.md", 1, LAYER_CHECK)]
+)
+def test_examples_run_and_are_right(page, count, check, tmp_path):
+    text = (ROOT / page).read_text()
+    examples = re.findall(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+    assert len(examples) == count
     script = tmp_path / "example.py"
-    script.write_text("".join(examples) + CHECK)
+    script.write_text("".join(examples) + check)
     command = [sys.executable, "-W", "error", str(script)]
     result = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     assert result.returncode == 0, result.stderr
