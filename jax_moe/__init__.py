@@ -3,7 +3,7 @@
 from importlib.metadata import version as _version
 
 from jax_moe._balance import MoEStats, RouterBias, sequence_balance_loss, update_bias
-from jax_moe._cuda import pool_bytes
+from jax_moe._cuda import pool_bytes, preflight
 from jax_moe._exchange import combine, dispatch
 from jax_moe._group import ExpertGroup, make_mesh
 from jax_moe._grouped_matmul import grouped_matmul
@@ -11,13 +11,16 @@ from jax_moe._grouped_swiglu import grouped_swiglu
 from jax_moe._memory import save_plan, save_rows, saved_bytes
 from jax_moe._moe import MoE
 from jax_moe._plan import Plan, plan, row_capacity
+from jax_moe._preflight import Link, Preflight
 from jax_moe._router import RouterConfig, Routing, route
 
 __all__ = [
     "ExpertGroup",
+    "Link",
     "MoE",
     "MoEStats",
     "Plan",
+    "Preflight",
     "RouterBias",
     "RouterConfig",
     "Routing",
@@ -28,6 +31,7 @@ __all__ = [
     "make_mesh",
     "plan",
     "pool_bytes",
+    "preflight",
     "route",
     "row_capacity",
     "save_plan",

@@ -7,8 +7,11 @@ program is lowered, or when the user asks, never while a program runs.
 from __future__ import annotations
 
 import atexit
+import contextlib
+import hashlib
 import logging
 import os
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import jax
@@ -16,7 +19,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from jax_moe import _ffi
+from jax_moe import _ffi, _preflight
+from jax_moe._meeting import Meeting
+from jax_moe._preflight import Preflight
 
 if TYPE_CHECKING:
     from jax_moe._group import ExpertGroup
@@ -27,7 +32,10 @@ OLDEST_CAPABILITY = (9, 0)
 
 _log = logging.getLogger("jax_moe")
 _native = _ffi.cuda
-_refusals: dict[int, str] = {}  # by group key: why the runtime could not be set up
+# By group key.
+_refusals: dict[int, str] = {}  # why the runtime could not be set up
+_preflights: dict[int, Preflight] = {}  # of groups of several processes
+_timeouts_s: dict[int, float] = {}  # of calls, and of what processes do together
 _watched = False
 
 
@@ -42,13 +50,13 @@ def _wrong_devices(group: ExpertGroup) -> str | None:
     others = sorted({device.platform for device in group.devices if not is_cuda(device)})
     if others:
         return f"its devices are of platform {', '.join(others)}, not cuda"
-    old = {device.compute_capability for device in group.devices}
-    old = sorted(c for c in old if tuple(map(int, c.split("."))) < OLDEST_CAPABILITY)
-    if old:
-        return f"its GPUs have compute capability {', '.join(old)}, and 9.0 (Hopper) is the least"
-    processes = {device.process_index for device in group.devices}
-    if len(processes) > 1:
-        return f"it spans {len(processes)} processes, and the ptx kernels meet within one as yet"
+    if not _spans_processes(group):  # else each process looks at its own, and tells the others
+        old = {device.compute_capability for device in group.devices}
+        old = sorted(c for c in old if tuple(map(int, c.split("."))) < OLDEST_CAPABILITY)
+        if old:
+            return (
+                f"its GPUs have compute capability {', '.join(old)}, and 9.0 (Hopper) is the least"
+            )
     most = _native.limits()["ranks"]
     if group.num_ranks > most:
         return f"it has {group.num_ranks} ranks, and {most} is the most"
@@ -68,9 +76,13 @@ def serves(group: ExpertGroup) -> bool:
 def set_up(group: ExpertGroup) -> None:
     """Loads the kernels and registers the group, or notes why that cannot be done.
 
-    A group that is known already gets the timeout; if it is closed or broken it is rebuilt.
+    A group that is known already gets the timeout; if it is closed or broken it is rebuilt, unless
+    it is of several processes, which must all call `rebuild`.
     """
     if not isinstance(group.mesh, Mesh) or _wrong_devices(group):
+        return
+    if _spans_processes(group):
+        _set_up_together(group)
         return
     try:
         register(group)
@@ -80,6 +92,65 @@ def set_up(group: ExpertGroup) -> None:
         _refusals.pop(group.key, None)
 
 
+def _spans_processes(group: ExpertGroup) -> bool:
+    return len({device.process_index for device in group.devices}) > 1
+
+
+def _set_up_together(group: ExpertGroup) -> None:
+    """As `set_up`, in all processes of the mesh, which come to the same result."""
+    if jax.process_index() not in {device.process_index for device in group.devices}:
+        _refusals[group.key] = "no device of this process is in its mesh"
+        return
+    if group.key not in _preflights:
+        found = _preflight.examine(
+            _instances(group), place=_place(group), what=f"building {group}",
+            timeout_s=group.timeout_s,
+        )  # fmt: skip
+        _preflights[group.key] = found
+        if found.obstacle:
+            _refusals[group.key] = found.obstacle
+    if group.key not in _refusals:
+        register(group)
+
+
+def _place(group: ExpertGroup) -> str:
+    return f"group/{group.key:x}"
+
+
+def preflight(
+    target: ExpertGroup | Sequence[jax.Device] | None = None,  # pyright: ignore[reportInvalidTypeForm]
+) -> Preflight:
+    """Which GPUs reach each other's memory, over which link, and what stands in the way.
+
+    For the devices of several processes, all of these must call it; not for an `ExpertGroup`,
+    which was looked at when it was built. `print(jax_moe.preflight())` shows a table.
+
+    Args:
+      target: an `ExpertGroup`, or devices; by default all of `jax.devices()`.
+
+    Returns:
+      The links of every pair of GPUs, and the obstacle to implementation="ptx", if any.
+
+    Raises:
+      NotImplementedError: there are devices other than NVIDIA GPUs.
+      RuntimeError: another process did not call it within 60 seconds, or the group's `timeout_s`.
+    """
+    if target is None or isinstance(target, Sequence):
+        instances = [tuple(jax.devices() if target is None else target)]
+    elif target.key in _preflights:
+        return _preflights[target.key]
+    else:
+        instances = _instances(target)
+    devices = [device for instance in instances for device in instance]
+    others = sorted({device.platform for device in devices if not is_cuda(device)})
+    if others:
+        raise NotImplementedError(
+            f"preflight looks at NVIDIA GPUs, and got devices of platform {', '.join(others)}."
+        )
+    ids = hashlib.sha256(repr([device.id for device in devices]).encode()).hexdigest()[:16]
+    return _preflight.examine(instances, place=f"preflight/{ids}", what="preflight", timeout_s=60.0)
+
+
 def register(group: ExpertGroup) -> None:
     """Registers the group natively.
 
@@ -87,6 +158,7 @@ def register(group: ExpertGroup) -> None:
       NotImplementedError: driver, GPU or peer access do not suffice; the message says what.
     """
     global _watched
+    _timeouts_s[group.key] = group.timeout_s
     _native.register_group(
         group.key,
         str(group),
@@ -94,6 +166,7 @@ def register(group: ExpertGroup) -> None:
         group.virtual_ranks,
         _ordinals(group),
         *_timeouts(group.timeout_s, None),
+        *_elsewhere(group),
     )
     if not _watched:
         # The watching thread must end before the driver does.
@@ -101,13 +174,49 @@ def register(group: ExpertGroup) -> None:
         _watched = True
 
 
-def _ordinals(group: ExpertGroup) -> list[list[int]]:
-    """CUDA ordinals of each group instance, in group order."""
+def _instances(group: ExpertGroup) -> list[tuple]:
+    """Devices of each group instance, in group order."""
     names = (*group.other_axes, *group.axes)
     order = [group.mesh.axis_names.index(name) for name in names]
     assert isinstance(group.mesh, Mesh)
-    devices = group.mesh.devices.transpose(order).reshape(-1, group.num_devices)
-    return [[device.local_hardware_id for device in instance] for instance in devices]
+    return [*map(tuple, group.mesh.devices.transpose(order).reshape(-1, group.num_devices))]
+
+
+def _ordinals(group: ExpertGroup) -> list[list[int]]:
+    """CUDA ordinals of each instance's devices, each as its own process counts."""
+    if _spans_processes(group):
+        known = _preflights[group.key].ordinals
+        # Instances that this process has no part in were not looked at.
+        return [[known.get(device.id, -1) for device in x] for x in _instances(group)]
+    return [[device.local_hardware_id for device in x] for x in _instances(group)]
+
+
+def _elsewhere(group: ExpertGroup) -> tuple:
+    """Process of each instance's devices, this process, its members, how many share a GPU."""
+    if not _spans_processes(group):
+        return ()
+    processes = [[device.process_index for device in x] for x in _instances(group)]
+    sharing = _preflights[group.key].processes_per_gpu
+    return processes, jax.process_index(), _members(group), sharing
+
+
+def _members(group: ExpertGroup) -> list[int]:
+    """The processes that share group instances with this one, itself included."""
+    return sorted(_preflight.connected(_instances(group), jax.process_index()))
+
+
+@contextlib.contextmanager
+def _together(group: ExpertGroup, what: str) -> Iterator:
+    """What the native side calls to meet the group's other processes; None if there are none."""
+    if not _spans_processes(group):
+        yield None
+        return
+    members = _members(group)
+    with Meeting(
+        f"{_place(group)}/{members[0]}/pools", f"{what} of {group}", members,
+        _timeouts_s[group.key], process=jax.process_index(),
+    ) as meeting:  # fmt: skip
+        yield meeting.gather_bytes
 
 
 def _timeouts(timeout_s: float, flight_timeout_s: float | None) -> tuple[float, float]:
@@ -118,17 +227,20 @@ def _timeouts(timeout_s: float, flight_timeout_s: float | None) -> tuple[float, 
 
 def set_timeouts(group: ExpertGroup, timeout_s: float, flight_timeout_s: float | None) -> None:
     """Sets the deadlines of calls from now on, those that wait at present included."""
+    _timeouts_s[group.key] = timeout_s
     _native.set_timeouts(group.key, *_timeouts(timeout_s, flight_timeout_s))
 
 
 def close(group: ExpertGroup) -> None:
     """Ends all calls and frees the pools."""
-    _native.close_group(group.key)
+    with _together(group, "close") as gather:
+        _native.close_group(group.key, gather)
 
 
 def rebuild(group: ExpertGroup) -> None:
     """Zeroes the pools, allocating them again if need be."""
-    _native.rebuild_group(group.key)
+    with _together(group, "rebuild") as gather:
+        _native.rebuild_group(group.key, gather)
 
 
 def check(group: ExpertGroup) -> None:
@@ -137,7 +249,7 @@ def check(group: ExpertGroup) -> None:
     if faults:
         raise RuntimeError(
             "\n".join(faults) + "\nResults since then are NaN. Go back to a checkpoint and call "
-            "group.rebuild()."
+            f"group.rebuild(){' in every process' if _spans_processes(group) else ''}."
         )
 
 
@@ -188,15 +300,24 @@ def payload_bytes(hidden: int, dtype: jax.typing.DTypeLike) -> int:
 
 
 def reserve(
-    group: ExpertGroup, *, tokens: int, top_k: int, num_experts: int, payload_bytes: int
+    group: ExpertGroup,
+    *,
+    tokens: int,
+    top_k: int,
+    num_experts: int,
+    payload_bytes: int,
+    lowering: int = 0,
 ) -> None:
     """Makes sure that the group has a pool for such calls; says what it allocates.
 
+    `lowering` numbers the program that is being lowered.
+
     Raises:
       MemoryError: the pool does not fit beside XLA's preallocation.
+      RuntimeError: another process of the group does not do the same within the timeout.
     """
     sizes = (tokens, top_k, num_experts, payload_bytes)
-    missing = _native.missing_bytes(group.key, *sizes)
+    missing = _native.missing_bytes(group.key, *sizes, lowering)
     if missing == 0:
         return
     _warn_of_late_allocations()
@@ -208,7 +329,9 @@ def reserve(
         group.virtual_ranks,
         *sizes,
     )
-    _native.reserve(group.key, *sizes)
+    what = "making a pool for tokens={}, top_k={}, num_experts={} and {} bytes a token"
+    with _together(group, what.format(*sizes)) as gather:
+        _native.reserve(group.key, *sizes, lowering, gather)
 
 
 def _warn_of_late_allocations() -> None:

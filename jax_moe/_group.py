@@ -91,6 +91,9 @@ class ExpertGroup:
     of virtual rank v of a device is (the device's index over `axes`, row-major) * virtual_ranks
     + v, and node n holds the ranks n * ranks_per_node to (n + 1) * ranks_per_node - 1.
 
+    On GPUs of several processes all of these build it, and wait for each other for `timeout_s`. So
+    they do in `close`, `rebuild` and `reserve`, and where a program is lowered that needs a pool.
+
     Args:
       mesh: the mesh over which the caller's `jax.shard_map` runs. An `AbstractMesh` serves for
         lowering only.
@@ -105,6 +108,7 @@ class ExpertGroup:
 
     Raises:
       ValueError: an axis is not in the mesh, or the ranks do not divide into the nodes.
+      RuntimeError: another process did not build the group in time.
 
     Source: docs/design.md, "Groups, ranks and virtual ranks".
     """
@@ -202,7 +206,8 @@ class ExpertGroup:
     def set_timeout(self, timeout_s: float, *, flight_timeout_s: float | None = None) -> None:
         """Sets how long calls of this group, and of equal ones, wait for missing ranks from now on.
 
-        Building an equal group later sets it to that one's `timeout_s`.
+        Building an equal group later sets it to that one's `timeout_s`. Of several processes each
+        sets its own.
 
         Args:
           timeout_s: seconds until a rank that has not come to a call counts as missing.
@@ -221,6 +226,10 @@ class ExpertGroup:
         Equal groups are one group: this closes them all. On GPUs it waits for the calls that run
         and frees the pools; a CUDA graph that holds a call gives NaN from then on. On CPU devices
         calls that wait fail, and those whose ranks have all come finish.
+
+        Raises:
+          RuntimeError: another process did not close it in time; it is closed here, but the memory
+            is kept.
         """
         _ffi.unregister_group(self.key)
         if _cuda.serves(self):
@@ -231,6 +240,9 @@ class ExpertGroup:
 
         The deadline is the constructor's `timeout_s` again. On GPUs it ends the calls that run,
         which then give NaN.
+
+        Raises:
+          RuntimeError: another process did not rebuild it in time; it stays closed here.
         """
         _ffi.register_group(self.key, self.timeout_s, str(self))
         if _cuda.serves(self):
@@ -260,6 +272,7 @@ class ExpertGroup:
 
         Raises:
           MemoryError: no room beside XLA's preallocation.
+          RuntimeError: another process did not make the same call in time.
         """
         if _cuda.serves(self):
             size = _cuda.payload_bytes(hidden, dtype)

@@ -161,7 +161,7 @@ def _make_ready(array: jax.Array, spec: PlanSpec, need: Need) -> jax.Array:
     return _ready_p.bind(array, spec=spec, need=need)
 
 
-def _prepare(spec: PlanSpec, need: Need) -> None:
+def _prepare(spec: PlanSpec, need: Need, lowering: int) -> None:
     group = spec.group
     if not isinstance(group.mesh, Mesh):
         return  # Lowered for elsewhere.
@@ -172,7 +172,24 @@ def _prepare(spec: PlanSpec, need: Need) -> None:
         top_k=need.top_k,
         num_experts=spec.num_experts,
         payload_bytes=need.payload_bytes,
+        lowering=lowering,
     )
+
+
+class _Lowerings:
+    """Numbers the programs as they are lowered, from 1."""
+
+    def __init__(self):
+        self._last, self._number = None, 0
+
+    def number(self, ctx) -> int:
+        program = ctx.module_context.channel_iterator  # one object a program
+        if program is not self._last:
+            self._last, self._number = program, self._number + 1
+        return self._number
+
+
+_lowerings = _Lowerings()
 
 
 # The identity, for what happens when it is lowered or run by itself.
@@ -182,13 +199,12 @@ _ready_p.def_abstract_eval(lambda x, *, spec, need: x)
 
 @_ready_p.def_impl
 def _ready_now(x, *, spec, need):
-    _prepare(spec, need)
+    _prepare(spec, need, 0)
     return x
 
 
 def _ready_lowering(ctx, x, *, spec, need):
-    del ctx
-    _prepare(spec, need)
+    _prepare(spec, need, _lowerings.number(ctx))
     return [x]
 
 

@@ -4,6 +4,7 @@ import os
 import sys
 from pathlib import Path
 
+import fake_driver
 import jax
 import pytest
 
@@ -30,6 +31,13 @@ def pytest_xdist_make_scheduler(config, log):
             return "cases" if name in ("test_exchange", "test_gradients", "test_plan") else name
 
     return ByPrograms(config, log)
+
+
+@pytest.fixture(scope="session")
+def fake_library(tmp_path_factory) -> Path:
+    """The stand-in for the CUDA driver."""
+    output = tmp_path_factory.mktemp("fake") / "libcuda.so.1"
+    return fake_driver.compile_cpp(output, "-shared", "-fPIC", fake_driver.CPP / "fake_cuda.cc")
 
 
 def pytest_report_header():

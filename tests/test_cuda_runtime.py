@@ -12,39 +12,30 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from fake_driver import CPP, Settings, compile_cpp
 from jax.sharding import AbstractMesh, AxisType
 
 import jax_moe
 from jax_moe import _cuda, _ffi
 
 ROOT = Path(__file__).parents[1]
-CPP = ROOT / "tests" / "cpp"
-PARTS = ("device", "driver", "group", "launch", "pool", "registry", "report")
+PARTS = (
+    "device", "driver", "group", "group_processes", "launch", "meeting", "pool", "pool_share",
+    "registry", "report",
+)  # fmt: skip
 SOURCES = [f"cuda_{part}.cc" for part in PARTS]
-
-
-def _compile(output: Path, *arguments) -> Path:
-    command = ["g++", "-std=c++20", "-g", "-Wall", "-Wextra", "-Werror", "-o", output, *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr
-    return output
-
-
-@pytest.fixture(scope="session")
-def fake_library(tmp_path_factory) -> Path:
-    output = tmp_path_factory.mktemp("fake") / "libcuda.so.1"
-    return _compile(output, "-shared", "-fPIC", CPP / "fake_cuda.cc")
 
 
 @pytest.mark.parametrize("sanitizers", ["address,undefined", "thread"])
 def test_runtime_program(sanitizers, fake_library, tmp_path):
     """Driver table, devices, limits, launch parameters, pools, faults, close and rebuild."""
-    program = _compile(
+    program = compile_cpp(
         tmp_path / "cuda_runtime_test",
         f"-fsanitize={sanitizers}",
         *(f"-I{path}" for path in (ROOT, ROOT / "xla_ffi", CPP)),
         *(ROOT / "xla_ffi" / source for source in SOURCES),
         CPP / "cuda_runtime_test.cc",
+        CPP / "cuda_processes_test.cc",
         "-ldl",
         "-lpthread",
     )
@@ -197,16 +188,6 @@ def test_sms_must_be_positive(name):
         jax_moe.ExpertGroup(MESH, **{name: 0})
 
 
-class _Settings(ctypes.Structure):
-    _fields_ = [
-        *((name, ctypes.c_int32) for name in (
-            "driver_version", "num_devices", "compute_major", "cooperative", "num_sms",
-            "blocks_per_sm", "peers_refused", "peers_enabled", "cubin_refused", "ptx_refused",
-        )),
-        ("memory_bytes", ctypes.c_uint64),
-    ]  # fmt: skip
-
-
 @pytest.fixture
 def fake_gpus(fake_library, monkeypatch):
     """The eight CPU devices as GPUs of the stand-in; yields what the tests may set of it."""
@@ -214,7 +195,7 @@ def fake_gpus(fake_library, monkeypatch):
         pytest.skip("the driver of real GPUs is in use; needs a machine without a GPU")
     _ffi.cuda.open_driver(str(fake_library))
     get = ctypes.CDLL(str(fake_library)).FakeCuda_Settings
-    get.restype = ctypes.POINTER(_Settings)
+    get.restype = ctypes.POINTER(Settings)
     settings = get().contents
     settings.num_devices = 8
     monkeypatch.setattr(_cuda, "_wrong_devices", lambda group: None)
@@ -304,6 +285,22 @@ def test_gpus_out_of_reach_are_named_and_xla_serves(fake_gpus, caplog, monkeypat
         traced("ptx")
     assert traced(None).spec.implementation == "xla"
     assert 'implementation "xla", since these GPUs cannot reach' in caplog.text
+
+
+def test_preflight_of_one_process(fake_gpus, monkeypatch):
+    with pytest.raises(NotImplementedError, match="NVIDIA GPUs, and got devices of platform cpu"):
+        jax_moe.preflight()
+    monkeypatch.setattr(_cuda, "is_cuda", lambda device: True)
+    fake_gpus.peers_refused = 1
+    fake_gpus.no_nvlink = 1
+    found = jax_moe.preflight(jax.devices()[:3])
+    assert [(link.way, link.link) for link in found.links] == [("pointer", "PCIe")] * 6
+    assert [link.refused for link in found.links] == ["no peer access"] + [""] * 5
+    assert "GPU 0 of process 0 cannot reach the memory of GPU 1 of process 0" in found.obstacle
+    fake_gpus.peers_refused = fake_gpus.no_nvlink = 0
+    found = jax_moe.preflight(jax_moe.ExpertGroup(jax_moe.make_mesh(devices=jax.devices()[:2])))
+    assert (found.obstacle, found.links[1].link, found.ordinals) == (None, "NVLink", {0: 0, 1: 1})
+    assert str(found).splitlines()[-1] == 'implementation="ptx": possible'
 
 
 def test_concurrent_graphs_capture_no_call(monkeypatch):

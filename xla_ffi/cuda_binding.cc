@@ -4,7 +4,9 @@
 #include <nanobind/stl/vector.h>
 
 #include <cmath>
+#include <cstring>
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -64,13 +66,119 @@ cuda::PoolSizes MakeSizes(uint32_t tokens, uint32_t top_k, uint32_t num_experts,
   return {tokens, top_k, num_experts, payload_bytes};
 }
 
+using Table = std::vector<std::vector<int>>;  // [instance][device]
+
 void Register(int64_t key, std::string description, uint32_t num_ranks, uint32_t virtual_ranks,
-              std::vector<std::vector<int>> instances, double join_s, double flight_s) {
+              Table instances, double join_s, double flight_s, Table processes, int process,
+              std::vector<int> members, uint32_t processes_per_gpu) {
   const cuda::Timeouts timeouts = MakeTimeouts(join_s, flight_s);
+  cuda::Topology topology{
+      std::move(description), num_ranks, virtual_ranks,      std::move(instances),
+      std::move(processes),   process,   std::move(members), processes_per_gpu};
   Raise(WithoutGil([&]() -> Status {
     JAX_MOE_RETURN_IF_ERROR(cuda::OpenDriver());
-    return cuda::RegisterGroup(
-        key, {std::move(description), num_ranks, virtual_ranks, std::move(instances)}, timeouts);
+    return cuda::RegisterGroup(key, std::move(topology), timeouts);
+  }));
+}
+
+// A meeting that Python holds: gather(phase, message) -> messages, which may raise.
+class PythonMeeting : public cuda::Meeting {
+ public:
+  explicit PythonMeeting(nb::object gather) : gather_(std::move(gather)) {}
+
+  Status Gather(const std::string& phase, const std::string& mine,
+                std::vector<std::string>* all) override {
+    const nb::gil_scoped_acquire acquire;
+    all->clear();
+    try {
+      const nb::object got = gather_(phase, nb::bytes(mine.data(), mine.size()));
+      for (const nb::handle message : got) {
+        const auto bytes = nb::cast<nb::bytes>(message);
+        all->emplace_back(bytes.c_str(), bytes.size());
+      }
+    } catch (nb::python_error& error) {
+      const Status status{StatusCode::kDeadlineExceeded, nb::str(error.value()).c_str()};
+      if (!error.matches(PyExc_Exception)) interrupt_.emplace(std::move(error));
+      return status;
+    }
+    return {};
+  }
+
+  // Ctrl-C goes on as what it is.
+  void RaiseInterrupt() {
+    if (interrupt_) throw *std::exchange(interrupt_, std::nullopt);
+  }
+
+ private:
+  nb::object gather_;
+  std::optional<nb::python_error> interrupt_;
+};
+
+// Calls function(meeting) without the GIL; no meeting for None.
+template <typename Function>
+void RaiseFrom(nb::object gather, Function function) {
+  if (gather.is_none()) return Raise(WithoutGil([&] { return function(nullptr); }));
+  PythonMeeting meeting(std::move(gather));
+  const Status status = WithoutGil([&] { return function(&meeting); });
+  meeting.RaiseInterrupt();
+  Raise(status);
+}
+
+Status Open(int ordinal, cuda::Device** device) {
+  JAX_MOE_RETURN_IF_ERROR(cuda::OpenDriver());
+  return cuda::Device::Get(ordinal, device);
+}
+
+// What other processes must know of a GPU. `reach` is {uuid: (peer access, NVLink)} of all others
+// that this process sees.
+nb::dict DescribeGpu(int ordinal) {
+  cuda::Device* device = nullptr;
+  std::string uuid;
+  std::vector<cuda::Reach> others;
+  std::vector<int> resident;
+  Raise(WithoutGil([&]() -> Status {
+    JAX_MOE_RETURN_IF_ERROR(Open(ordinal, &device));
+    for (int operation = 1; operation <= ABI_NUM_OPERATIONS; ++operation) {
+      JAX_MOE_RETURN_IF_ERROR(
+          device->ResidentBlocks(operation, ABI_MAX_EXPERTS, &resident.emplace_back()));
+    }
+    JAX_MOE_RETURN_IF_ERROR(device->GetUuid(&uuid));
+    return device->GetReach(&others);
+  }));
+  nb::dict gpu, reach;
+  gpu["ordinal"] = ordinal;
+  gpu["name"] = device->name();
+  gpu["uuid"] = uuid;
+  gpu["num_sms"] = device->num_sms();
+  gpu["resident_blocks"] = resident;
+  for (const cuda::Reach& other : others) {
+    reach[other.uuid.c_str()] = nb::make_tuple(other.peer_access, other.nvlink);
+  }
+  gpu["reach"] = reach;
+  return gpu;
+}
+
+nb::bytes ExportProbe(int ordinal) {
+  cuda::IpcHandle handle;
+  Raise(WithoutGil([&]() -> Status {
+    cuda::Device* device = nullptr;
+    JAX_MOE_RETURN_IF_ERROR(Open(ordinal, &device));
+    return device->ExportProbe(&handle);
+  }));
+  return nb::bytes(handle.bytes, sizeof(handle.bytes));
+}
+
+// Opens and closes memory that another process has exported.
+void TryProbe(int ordinal, nb::bytes exported) {
+  cuda::IpcHandle handle;
+  if (exported.size() != sizeof(handle.bytes)) throw nb::value_error("not a handle");
+  std::memcpy(handle.bytes, exported.c_str(), sizeof(handle.bytes));
+  Raise(WithoutGil([&]() -> Status {
+    cuda::Device* device = nullptr;
+    JAX_MOE_RETURN_IF_ERROR(Open(ordinal, &device));
+    cuda::DevicePtr address = 0;
+    JAX_MOE_RETURN_IF_ERROR(device->OpenMemory(handle, &address));
+    return device->CloseMemory(address);
   }));
 }
 
@@ -143,39 +251,69 @@ void DefineCuda(nb::module_& module) {
                             uint32_t num_experts, uint32_t payload_bytes) {
     return cuda::LayoutOf(num_ranks, MakeSizes(tokens, top_k, num_experts, payload_bytes)).size;
   });
-  cuda.def("register_group", &Register);
+  cuda.def("register_group", &Register, nb::arg("key"), nb::arg("description"),
+           nb::arg("num_ranks"), nb::arg("virtual_ranks"), nb::arg("instances"), nb::arg("join_s"),
+           nb::arg("flight_s"), nb::arg("processes") = Table{}, nb::arg("process") = 0,
+           nb::arg("members") = std::vector<int>{}, nb::arg("processes_per_gpu") = 1);
+  cuda.def("describe_gpu", &DescribeGpu);
+  cuda.def("export_probe", &ExportProbe);
+  cuda.def("try_probe", &TryProbe);
   cuda.def("check_limits", &CheckCallLimits);
   cuda.def("check_call", &CheckCall);
-  cuda.def("missing_bytes", [](int64_t key, uint32_t tokens, uint32_t top_k, uint32_t num_experts,
-                               uint32_t payload_bytes) {
-    return Find(key)->MissingBytes(MakeSizes(tokens, top_k, num_experts, payload_bytes));
-  });
-  cuda.def("reserve", [](int64_t key, uint32_t tokens, uint32_t top_k, uint32_t num_experts,
-                         uint32_t payload_bytes) {
-    const auto group = Find(key);
-    Raise(WithoutGil(
-        [&] { return group->Reserve(MakeSizes(tokens, top_k, num_experts, payload_bytes)); }));
-  });
+  // All that waits for a group's lock does so without the GIL, which a meeting may need.
+  cuda.def(
+      "missing_bytes",
+      [](int64_t key, uint32_t tokens, uint32_t top_k, uint32_t num_experts, uint32_t payload_bytes,
+         int64_t lowering) {
+        const auto group = Find(key);
+        const auto sizes = MakeSizes(tokens, top_k, num_experts, payload_bytes);
+        return WithoutGil([&] { return group->MissingBytes(sizes, lowering); });
+      },
+      nb::arg("key"), nb::arg("tokens"), nb::arg("top_k"), nb::arg("num_experts"),
+      nb::arg("payload_bytes"), nb::arg("lowering") = 0);
+  cuda.def(
+      "reserve",
+      [](int64_t key, uint32_t tokens, uint32_t top_k, uint32_t num_experts, uint32_t payload_bytes,
+         int64_t lowering, nb::object gather) {
+        const auto group = Find(key);
+        const auto sizes = MakeSizes(tokens, top_k, num_experts, payload_bytes);
+        RaiseFrom(std::move(gather),
+                  [&](cuda::Meeting* meeting) { return group->Reserve(sizes, lowering, meeting); });
+      },
+      nb::arg("key"), nb::arg("tokens"), nb::arg("top_k"), nb::arg("num_experts"),
+      nb::arg("payload_bytes"), nb::arg("lowering") = 0, nb::arg("gather") = nb::none());
   cuda.def("set_timeouts", [](int64_t key, double join_s, double flight_s) {
-    Find(key)->SetTimeouts(MakeTimeouts(join_s, flight_s));
-  });
-  cuda.def("close_group", [](int64_t key) {
     const auto group = Find(key);
-    Raise(WithoutGil([&] { return group->Close(); }));
+    const cuda::Timeouts timeouts = MakeTimeouts(join_s, flight_s);
+    WithoutGil([&] { group->SetTimeouts(timeouts); });
   });
-  cuda.def("rebuild_group", [](int64_t key) {
+  cuda.def(
+      "close_group",
+      [](int64_t key, nb::object gather) {
+        const auto group = Find(key);
+        RaiseFrom(std::move(gather), [&](cuda::Meeting* meeting) { return group->Close(meeting); });
+      },
+      nb::arg("key"), nb::arg("gather") = nb::none());
+  cuda.def(
+      "rebuild_group",
+      [](int64_t key, nb::object gather) {
+        const auto group = Find(key);
+        RaiseFrom(std::move(gather),
+                  [&](cuda::Meeting* meeting) { return group->Rebuild(meeting); });
+      },
+      nb::arg("key"), nb::arg("gather") = nb::none());
+  cuda.def("faults", [](int64_t key) {
     const auto group = Find(key);
-    Raise(WithoutGil([&] { return group->Rebuild(); }));
+    return WithoutGil([&] { return group->Faults(); });
   });
-  cuda.def("faults", [](int64_t key) { return Find(key)->Faults(); });
-  cuda.def("waited_ns", [](int64_t key) { return Find(key)->WaitedNs(); });
+  cuda.def("waited_ns", [](int64_t key) {
+    const auto group = Find(key);
+    return WithoutGil([&] { return group->WaitedNs(); });
+  });
   // Whether the GPU runs the embedded machine code rather than what its driver compiled.
   cuda.def("is_precompiled", [](int ordinal) {
     cuda::Device* device = nullptr;
-    Raise(WithoutGil([&]() -> Status {
-      JAX_MOE_RETURN_IF_ERROR(cuda::OpenDriver());
-      return cuda::Device::Get(ordinal, &device);
-    }));
+    Raise(WithoutGil([&] { return Open(ordinal, &device); }));
     return device->precompiled();
   });
   cuda.def("num_launches", [](int64_t key) { return Find(key)->num_launches(); });

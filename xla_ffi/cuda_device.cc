@@ -20,6 +20,16 @@ std::map<int, std::unique_ptr<Device>>& Devices() {
   return *devices;
 }
 
+Status UuidOf(DeviceId id, std::string* text) {
+  Uuid uuid;
+  JAX_MOE_CUDA_RETURN_IF_ERROR(driver().cuDeviceGetUuid_v2(&uuid, id));
+  text->clear();
+  for (const unsigned char byte : uuid.bytes) {
+    for (const int digit : {byte >> 4, byte & 15}) *text += "0123456789abcdef"[digit];
+  }
+  return {};
+}
+
 }  // namespace
 
 const char* OperationName(int operation) {
@@ -156,10 +166,52 @@ Status Device::Synchronize() const {
   return {};
 }
 
+Status Device::GetUuid(std::string* uuid) const { return UuidOf(id_, uuid); }
+
+Status Device::GetReach(std::vector<Reach>* others) const {
+  int count = 0;
+  JAX_MOE_CUDA_RETURN_IF_ERROR(driver().cuDeviceGetCount(&count));
+  for (int ordinal = 0; ordinal < count; ++ordinal) {
+    if (ordinal == ordinal_) continue;
+    DeviceId peer = 0;
+    JAX_MOE_CUDA_RETURN_IF_ERROR(driver().cuDeviceGet(&peer, ordinal));
+    int can = 0, atomics = 0;
+    JAX_MOE_CUDA_RETURN_IF_ERROR(driver().cuDeviceCanAccessPeer(&can, id_, peer));
+    // Atomics work over NVLink, and not over PCIe.
+    JAX_MOE_CUDA_RETURN_IF_ERROR(
+        driver().cuDeviceGetP2PAttribute(&atomics, kP2pNativeAtomics, id_, peer));
+    Reach& reach = others->emplace_back(Reach{"", can != 0, atomics != 0});
+    JAX_MOE_RETURN_IF_ERROR(UuidOf(peer, &reach.uuid));
+  }
+  return {};
+}
+
+Status Device::ExportProbe(IpcHandle* handle) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  JAX_MOE_CUDA_ENTER(context_);
+  if (probe_ == 0) {
+    JAX_MOE_CUDA_RETURN_IF_ERROR(driver().cuMemAlloc_v2(&probe_, kSharedGranularity));
+  }
+  JAX_MOE_CUDA_RETURN_IF_ERROR(driver().cuIpcGetMemHandle(handle, probe_));
+  return {};
+}
+
+Status Device::OpenMemory(const IpcHandle& handle, DevicePtr* address) const {
+  JAX_MOE_CUDA_ENTER(context_);
+  JAX_MOE_CUDA_RETURN_IF_ERROR(driver().cuIpcOpenMemHandle_v2(address, handle, kIpcLazyPeerAccess));
+  return {};
+}
+
+Status Device::CloseMemory(DevicePtr address) const {
+  JAX_MOE_CUDA_ENTER(context_);
+  JAX_MOE_CUDA_RETURN_IF_ERROR(driver().cuIpcCloseMemHandle(address));
+  return {};
+}
+
 Status EnablePeers(const std::vector<Device*>& devices, std::vector<std::pair<int, int>>* refused) {
   for (const Device* device : devices) {
     for (const Device* peer : devices) {
-      if (device == peer) continue;
+      if (device == peer || device == nullptr || peer == nullptr) continue;
       int can = 0;
       JAX_MOE_CUDA_RETURN_IF_ERROR(driver().cuDeviceCanAccessPeer(&can, device->id(), peer->id()));
       if (!can) {

@@ -1,5 +1,5 @@
-// One GPU of this process: its context, the kernels loaded into it, and how many of their blocks
-// fit.
+// One GPU of this process: its context, the kernels loaded into it, how many of their blocks fit,
+// and how it reaches other GPUs.
 
 #ifndef JAX_MOE_CUDA_DEVICE_H_
 #define JAX_MOE_CUDA_DEVICE_H_
@@ -26,6 +26,13 @@ struct KernelShape {
 };
 KernelShape ShapeOf(int operation, uint32_t num_experts);
 
+// A GPU that this process sees, as seen from another one.
+struct Reach {
+  std::string uuid;  // hexadecimal
+  bool peer_access;
+  bool nvlink;  // else PCIe
+};
+
 class Device {
  public:
   // The device of that CUDA ordinal, which is opened and kept for the rest of the process. The
@@ -46,6 +53,17 @@ class Device {
   Status FreeBytes(uint64_t* free_bytes, uint64_t* total_bytes) const;
   Status Synchronize() const;
 
+  // The same in every process that uses the GPU.
+  Status GetUuid(std::string* uuid) const;
+  // All other GPUs that this process sees.
+  Status GetReach(std::vector<Reach>* others) const;
+  // A piece of memory for others to open on trial; allocated once and kept.
+  Status ExportProbe(IpcHandle* handle);
+  // Maps another process's memory into this device's address space, or unmaps it. One context opens
+  // a handle once at a time.
+  Status OpenMemory(const IpcHandle& handle, DevicePtr* address) const;
+  Status CloseMemory(DevicePtr address) const;
+
  private:
   explicit Device(int ordinal) : ordinal_(ordinal) {}
   Status Open();
@@ -61,11 +79,16 @@ class Device {
   int minor_ = 0;
   bool precompiled_ = true;
   Function kernels_[kNumKernels] = {};
-  std::mutex mutex_;
+  std::mutex mutex_;                                  // guards all below
   std::map<std::pair<int, unsigned>, int> resident_;  // by operation and shared memory
+  DevicePtr probe_ = 0;
 };
 
+// The driver may share the whole of a smaller block with another process.
+constexpr uint64_t kSharedGranularity = uint64_t{2} << 20;
+
 // Pairs of ordinals that cannot reach each other's memory. Access is switched on for all others.
+// Null stands for the device of another process.
 Status EnablePeers(const std::vector<Device*>& devices, std::vector<std::pair<int, int>>* refused);
 
 }  // namespace jax_moe::cuda

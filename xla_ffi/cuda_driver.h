@@ -37,6 +37,16 @@ constexpr unsigned kHostAllocDeviceMap = 2;
 constexpr int kJitErrorLog = 5;
 constexpr int kJitErrorLogBytes = 6;
 constexpr unsigned kLaunchCooperative = 2;
+constexpr int kP2pNativeAtomics = 3;
+constexpr unsigned kIpcLazyPeerAccess = 1;
+
+struct Uuid {
+  unsigned char bytes[16] = {};
+};
+// Names a piece of device memory to other processes of the host.
+struct IpcHandle {
+  char bytes[64] = {};
+};
 
 struct LaunchAttribute {
   unsigned id = 0;
@@ -67,7 +77,9 @@ static_assert(sizeof(LaunchConfig) == 56 && offsetof(LaunchConfig, stream) == 32
   F(cuDeviceGet, (DeviceId*, int))                                              \
   F(cuDeviceGetName, (char*, int, DeviceId))                                    \
   F(cuDeviceGetAttribute, (int*, int, DeviceId))                                \
+  F(cuDeviceGetUuid_v2, (Uuid*, DeviceId))                                      \
   F(cuDeviceCanAccessPeer, (int*, DeviceId, DeviceId))                          \
+  F(cuDeviceGetP2PAttribute, (int*, int, DeviceId, DeviceId))                   \
   F(cuDevicePrimaryCtxRetain, (Context*, DeviceId))                             \
   F(cuCtxPushCurrent_v2, (Context))                                             \
   F(cuCtxPopCurrent_v2, (Context*))                                             \
@@ -78,6 +90,9 @@ static_assert(sizeof(LaunchConfig) == 56 && offsetof(LaunchConfig, stream) == 32
   F(cuMemFree_v2, (DevicePtr))                                                  \
   F(cuMemsetD8_v2, (DevicePtr, unsigned char, size_t))                          \
   F(cuMemcpyHtoD_v2, (DevicePtr, const void*, size_t))                          \
+  F(cuIpcGetMemHandle, (IpcHandle*, DevicePtr))                                 \
+  F(cuIpcOpenMemHandle_v2, (DevicePtr*, IpcHandle, unsigned))                   \
+  F(cuIpcCloseMemHandle, (DevicePtr))                                           \
   F(cuMemHostAlloc, (void**, size_t, unsigned))                                 \
   F(cuMemHostGetDevicePointer_v2, (DevicePtr*, void*, unsigned))                \
   F(cuMemFreeHost, (void*))                                                     \

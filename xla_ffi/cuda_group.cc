@@ -8,12 +8,6 @@ namespace jax_moe::cuda {
 
 namespace {
 
-std::string ToString(const PoolSizes& sizes) {
-  return "tokens=" + std::to_string(sizes.tokens) + ", top_k=" + std::to_string(sizes.top_k) +
-         ", num_experts=" + std::to_string(sizes.num_experts) + ", " +
-         std::to_string(sizes.payload_bytes) + " bytes a token";
-}
-
 PoolSizes Union(const PoolSizes& a, const PoolSizes& b) {
   return {std::max(a.tokens, b.tokens), std::max(a.top_k, b.top_k),
           std::max(a.num_experts, b.num_experts), std::max(a.payload_bytes, b.payload_bytes)};
@@ -42,6 +36,10 @@ Status Group::Open() {
   for (size_t i = 0; i < topology_.instances.size(); ++i) {
     Instance& instance = devices_.emplace_back();
     for (const int ordinal : topology_.instances[i]) {
+      if (!topology_.is_local(i, instance.size())) {
+        instance.push_back(nullptr);
+        continue;
+      }
       auto slot = std::make_unique<Slot>();
       slot->ordinal = ordinal;
       slot->instance = static_cast<int>(i);
@@ -64,8 +62,9 @@ Status Group::Open() {
 Status Group::CheckCall(const Call& call) {
   JAX_MOE_RETURN_IF_ERROR(CheckLimits(call));
   LaunchShape shape;
-  for (const Instance& instance : devices_) {
-    JAX_MOE_RETURN_IF_ERROR(ChooseLaunch(instance, call, &shape));
+  for (const auto& slot : slots_) {
+    JAX_MOE_RETURN_IF_ERROR(
+        ChooseLaunch(devices_[slot->instance], call, &shape, topology_.processes_per_gpu));
   }
   return {};
 }
@@ -77,24 +76,31 @@ PoolSet* Group::FindRoom(const PoolSizes& sizes) const {
   return nullptr;
 }
 
-PoolSizes Group::GrowBy(const PoolSizes& sizes) const {
+bool Group::IsReplaceable(const PoolSet& set, int64_t lowering) const {
+  if (topology_.spans_processes()) return lowering != 0 && set.lowering == lowering;
+  return !set.is_used();
+}
+
+PoolSizes Group::GrowBy(const PoolSizes& sizes, int64_t lowering) const {
   PoolSizes all = sizes;
   for (const auto& set : pools_) {
-    if (!set->is_used()) all = Union(all, set->sizes());
+    if (IsReplaceable(*set, lowering)) all = Union(all, set->sizes());
   }
   return all;
 }
 
-uint64_t Group::MissingBytes(const PoolSizes& sizes) {
+uint64_t Group::MissingBytes(const PoolSizes& sizes, int64_t lowering) {
   const std::lock_guard<std::mutex> lock(eager_mutex_);
   if (FindRoom(sizes) != nullptr) return 0;
-  return uint64_t{topology_.virtual_ranks} * LayoutOf(topology_.num_ranks, GrowBy(sizes)).size;
+  return uint64_t{topology_.virtual_ranks} *
+         LayoutOf(topology_.num_ranks, GrowBy(sizes, lowering)).size;
 }
 
-Status Group::Reserve(const PoolSizes& sizes) {
+Status Group::Reserve(const PoolSizes& sizes, int64_t lowering, Meeting* meeting) {
   const std::lock_guard<std::mutex> lock(eager_mutex_);
   if (FindRoom(sizes) != nullptr) return {};
-  const PoolSizes all = GrowBy(sizes);
+  if (topology_.spans_processes()) return ReserveTogether(sizes, lowering, meeting);
+  const PoolSizes all = GrowBy(sizes, lowering);
   std::unique_ptr<PoolSet> set;
   Status status =
       PoolSet::Create(devices_, topology_.num_ranks, topology_.virtual_ranks, all, timeouts_, &set);
@@ -102,11 +108,13 @@ Status Group::Reserve(const PoolSizes& sizes) {
     status.message = topology_.description + ", pool for " + ToString(all) + ": " + status.message;
     return status;
   }
-  Publish(std::move(set));
+  // Freeing is as allocating, see PoolSet::Allocate: nothing may be running, and no handler may
+  // wait for this.
+  for (auto& old : Publish(std::move(set))) old->Drain();
   return {};
 }
 
-void Group::Publish(std::unique_ptr<PoolSet> set) {
+std::vector<std::unique_ptr<PoolSet>> Group::Publish(std::unique_ptr<PoolSet> set) {
   std::vector<std::unique_ptr<PoolSet>> unused;
   {
     // All devices change over at once: a call must find the same pool set on each of them.
@@ -114,7 +122,9 @@ void Group::Publish(std::unique_ptr<PoolSet> set) {
     for (auto& slot : slots_) locks.emplace_back(slot->mutex);
     std::vector<std::unique_ptr<PoolSet>> kept;
     // No launch has seen an unused set, so no CUDA graph holds its addresses.
-    for (auto& old : pools_) (old->is_used() ? kept : unused).push_back(std::move(old));
+    for (auto& old : pools_) {
+      (IsReplaceable(*old, set->lowering) ? unused : kept).push_back(std::move(old));
+    }
     kept.push_back(std::move(set));
     pools_ = std::move(kept);
     for (auto& slot : slots_) {
@@ -122,9 +132,7 @@ void Group::Publish(std::unique_ptr<PoolSet> set) {
       for (auto& pool : pools_) slot->pools.push_back(pool.get());
     }
   }
-  // Freeing is as allocating, see PoolSet::Create: nothing may be running, and no handler may wait
-  // for this.
-  for (auto& old : unused) old->Drain();
+  return unused;
 }
 
 void Group::SetState(State state) {
@@ -142,8 +150,9 @@ Status Group::Suspend() {
   return {};
 }
 
-Status Group::Close() {
+Status Group::Close(Meeting* meeting) {
   const std::lock_guard<std::mutex> lock(eager_mutex_);
+  if (topology_.spans_processes()) return CloseTogether(meeting);
   if (closed_) return {};
   JAX_MOE_RETURN_IF_ERROR(Suspend());
   for (auto& set : pools_) JAX_MOE_RETURN_IF_ERROR(set->FreePools());
@@ -152,9 +161,9 @@ Status Group::Close() {
   return {};
 }
 
-Status Group::Rebuild() {
+Status Group::Rebuild(Meeting* meeting) {
   const std::lock_guard<std::mutex> lock(eager_mutex_);
-  return RebuildLocked();
+  return topology_.spans_processes() ? RebuildTogether(meeting) : RebuildLocked();
 }
 
 Status Group::RebuildLocked() {
@@ -166,6 +175,7 @@ Status Group::RebuildLocked() {
 }
 
 Status Group::EnsureUsable() {
+  if (topology_.spans_processes()) return {};
   const std::lock_guard<std::mutex> lock(eager_mutex_);
   bool broken = closed_;
   ForEachRecord([&](PoolSet*, int, int, uint32_t, const ptx::Record&) { broken = true; });
@@ -194,7 +204,8 @@ void Group::ForEachRecord(Function function) {
 std::string Group::Describe(const ptx::Record& record, int instance) const {
   return cuda::Describe(
       record, {topology_.description, instance, static_cast<int>(topology_.instances.size()),
-               topology_.instances[instance], topology_.virtual_ranks});
+               topology_.instances[instance], topology_.virtual_ranks,
+               topology_.spans_processes() ? topology_.processes[instance] : std::vector<int>{}});
 }
 
 std::vector<std::string> Group::Faults() {
@@ -259,7 +270,7 @@ Status Group::Launch(int ordinal, Call call, const std::array<const void*, kNumA
   const Instance& instance = devices_[slot.instance];
   LaunchShape shape;
   JAX_MOE_RETURN_IF_ERROR(CheckLimits(call));
-  JAX_MOE_RETURN_IF_ERROR(ChooseLaunch(instance, call, &shape));
+  JAX_MOE_RETURN_IF_ERROR(ChooseLaunch(instance, call, &shape, topology_.processes_per_gpu));
   const std::lock_guard<std::mutex> lock(slot.mutex);
   if (slot.state != State::kReady) {
     return {StatusCode::kFailedPrecondition,

@@ -1,6 +1,7 @@
 #include "cuda_launch.h"
 
 #include <algorithm>
+#include <limits>
 
 namespace jax_moe::cuda {
 
@@ -53,20 +54,25 @@ Status CheckLimits(const Call& call) {
   return {};
 }
 
-Status ChooseLaunch(const std::vector<Device*>& devices, const Call& call, LaunchShape* shape) {
-  int resident = 0, num_sms = 0;
+Status ChooseLaunch(const std::vector<Device*>& devices, const Call& call, LaunchShape* shape,
+                    uint32_t processes_per_gpu) {
+  int resident = std::numeric_limits<int>::max(), num_sms = resident;
   for (Device* device : devices) {
+    if (device == nullptr) continue;
     int blocks = 0;
     JAX_MOE_RETURN_IF_ERROR(
         device->ResidentBlocks(call.operation, call.shape.num_experts, &blocks));
-    resident = device == devices.front() ? blocks : std::min(resident, blocks);
-    num_sms = device == devices.front() ? device->num_sms() : std::min(num_sms, device->num_sms());
+    resident = std::min(resident, blocks);
+    num_sms = std::min(num_sms, device->num_sms());
   }
+  resident /= static_cast<int>(processes_per_gpu);
+  num_sms /= static_cast<int>(processes_per_gpu);
   const uint32_t virtual_ranks = call.shape.virtual_ranks;
   if (call.num_sms > num_sms || call.num_sms < 0) {
     return Refuse(call.operation, "num_sms=" + std::to_string(call.num_sms) +
-                                      ", but the device has " + Text(num_sms) +
-                                      " SMs: ask for at most that, or None");
+                                      ", but the device has " + Text(num_sms) + " SMs" +
+                                      (processes_per_gpu > 1 ? " for each of its processes" : "") +
+                                      ": ask for at most that, or None");
   }
   const int asked = call.num_sms > 0 ? static_cast<int>(call.num_sms) : num_sms;
   const uint32_t blocks = std::min(asked, resident);

@@ -32,8 +32,11 @@ struct LaunchShape {
   uint32_t link_blocks;
   uint32_t chunk_tokens;
 };
-// The same on every device of the group: `devices` are all of one instance.
-Status ChooseLaunch(const std::vector<Device*>& devices, const Call& call, LaunchShape* shape);
+// The same on every device of the group: `devices` are all of one instance, null where another
+// process has it (such GPUs are alike). Processes that share a GPU get an equal part of its SMs, so
+// that their kernels can run side by side.
+Status ChooseLaunch(const std::vector<Device*>& devices, const Call& call, LaunchShape* shape,
+                    uint32_t processes_per_gpu = 1);
 
 // Launches the call's kernel on the stream, and does nothing else.
 Status LaunchKernel(const Device& device, int operation, uint32_t virtual_ranks,

@@ -30,6 +30,12 @@ std::string FormatBytes(uint64_t bytes) {
   return text;
 }
 
+std::string ToString(const PoolSizes& sizes) {
+  return "tokens=" + std::to_string(sizes.tokens) + ", top_k=" + std::to_string(sizes.top_k) +
+         ", num_experts=" + std::to_string(sizes.num_experts) + ", " +
+         std::to_string(sizes.payload_bytes) + " bytes a token";
+}
+
 ptx::PoolLayout LayoutOf(uint32_t num_ranks, const PoolSizes& sizes) {
   return ptx::PoolLayout::Make(num_ranks, sizes.tokens, sizes.top_k, sizes.num_experts,
                                sizes.payload_bytes);
@@ -37,6 +43,7 @@ ptx::PoolLayout LayoutOf(uint32_t num_ranks, const PoolSizes& sizes) {
 
 // For a set that failed half-way or that no call has used: one in use is kept for good.
 DevicePools::~DevicePools() {
+  ClosePeers();
   FreePools();
   const ScopedContext entered(device_->context());
   if (tombstones_) driver().cuMemFree_v2(tombstones_);
@@ -142,25 +149,32 @@ uint64_t DevicePools::WaitedNs(uint32_t v, int operation, uint32_t peer) const {
   return Word<uint64_t>(host_, ABI_REPORT_WAITS + entry * sizeof(uint64_t)).load();
 }
 
-template <typename Function>
-Status PoolSet::ForEach(Function function) {
-  for (auto& instance : parts_) {
-    for (auto& part : instance) JAX_MOE_RETURN_IF_ERROR(function(*part));
-  }
-  return {};
-}
-
 Status PoolSet::Create(const std::vector<Instance>& instances, uint32_t num_ranks,
                        uint32_t virtual_ranks, const PoolSizes& sizes, const Timeouts& timeouts,
                        std::unique_ptr<PoolSet>* created) {
-  auto set = std::make_unique<PoolSet>();
+  std::unique_ptr<PoolSet> set;
+  JAX_MOE_RETURN_IF_ERROR(Allocate(instances, num_ranks, virtual_ranks, sizes, timeouts,
+                                   /*shared=*/false, &set));
+  JAX_MOE_RETURN_IF_ERROR(set->Enable());
+  *created = std::move(set);
+  return {};
+}
+
+Status PoolSet::Allocate(const std::vector<Instance>& instances, uint32_t num_ranks,
+                         uint32_t virtual_ranks, const PoolSizes& sizes, const Timeouts& timeouts,
+                         bool shared, std::unique_ptr<PoolSet>* created) {
+  *created = std::make_unique<PoolSet>();
+  PoolSet* set = created->get();
   set->virtual_ranks_ = virtual_ranks;
   set->sizes_ = sizes;
   set->layout_ = LayoutOf(num_ranks, sizes);
+  set->pool_bytes_ =
+      shared ? ptx::AlignUp(set->layout_.size, kSharedGranularity) : set->layout_.size;
   for (const Instance& instance : instances) {
     auto& parts = set->parts_.emplace_back();
     for (Device* device : instance) {
-      parts.push_back(std::make_unique<DevicePools>(device, virtual_ranks));
+      parts.push_back(device == nullptr ? nullptr
+                                        : std::make_unique<DevicePools>(device, virtual_ranks));
     }
   }
   // The driver may hold its lock while an allocation waits for a running kernel, and that kernel
@@ -168,15 +182,22 @@ Status PoolSet::Create(const std::vector<Instance>& instances, uint32_t num_rank
   JAX_MOE_RETURN_IF_ERROR(set->Drain());
   JAX_MOE_RETURN_IF_ERROR(
       set->ForEach([&](DevicePools& part) { return part.AllocateFixed(num_ranks); }));
-  JAX_MOE_RETURN_IF_ERROR(set->Restore(timeouts));
-  *created = std::move(set);
-  return {};
+  return set->Prepare(timeouts);
+}
+
+bool PoolSet::has_pools() const {
+  for (const auto& instance : parts_) {
+    for (const auto& part : instance) {
+      if (part != nullptr) return part->has_pools();
+    }
+  }
+  return false;
 }
 
 Status PoolSet::CheckRoom() const {
   for (const auto& instance : parts_) {
     for (const auto& part : instance) {
-      if (part->has_pools()) continue;
+      if (part == nullptr || part->has_pools()) continue;
       uint64_t free_bytes = 0, total_bytes = 0;
       JAX_MOE_RETURN_IF_ERROR(part->device().FreeBytes(&free_bytes, &total_bytes));
       const uint64_t need = bytes_per_device();
@@ -194,20 +215,24 @@ Status PoolSet::CheckRoom() const {
 }
 
 // The one place that says at which address a device finds a rank's pool. Within one process every
-// device has the same address for it; pools of other processes will be mapped at addresses of their
-// own.
-DevicePtr PoolSet::AddressSeenFrom(const DevicePools& /*viewer*/, const DevicePools& owner,
-                                   uint32_t v, bool tombstones) const {
-  return tombstones ? owner.tombstone(v) : owner.pool(v);
+// device has the same address for it; pools of other processes are mapped at addresses of their
+// own. Tombstones are not shared: what a kernel writes to them is not read.
+DevicePtr PoolSet::AddressSeenFrom(const DevicePools& viewer, const DevicePools* owner,
+                                   uint32_t rank, bool tombstones) const {
+  const uint32_t v = rank % virtual_ranks_;
+  if (tombstones) return (owner != nullptr ? *owner : viewer).tombstone(v);
+  return owner != nullptr ? owner->pool(v) : viewer.peer_pool(rank);
 }
 
 Status PoolSet::WriteTables(bool tombstones) {
   for (auto& instance : parts_) {
     for (auto& viewer : instance) {
+      if (viewer == nullptr) continue;
       std::vector<DevicePtr> addresses;
       for (auto& owner : instance) {
         for (uint32_t v = 0; v < virtual_ranks_; ++v) {
-          addresses.push_back(AddressSeenFrom(*viewer, *owner, v, tombstones));
+          addresses.push_back(AddressSeenFrom(*viewer, owner.get(),
+                                              static_cast<uint32_t>(addresses.size()), tombstones));
         }
       }
       JAX_MOE_RETURN_IF_ERROR(viewer->WriteTable(addresses));
@@ -229,16 +254,25 @@ Status PoolSet::FreePools() {
 }
 
 Status PoolSet::Restore(const Timeouts& timeouts) {
+  JAX_MOE_RETURN_IF_ERROR(Prepare(timeouts));
+  return Enable();
+}
+
+Status PoolSet::Prepare(const Timeouts& timeouts) {
   JAX_MOE_RETURN_IF_ERROR(CheckRoom());
+  if (!has_pools()) ++generation_;
   JAX_MOE_RETURN_IF_ERROR(
-      ForEach([&](DevicePools& part) { return part.AllocatePools(layout_.size); }));
+      ForEach([&](DevicePools& part) { return part.AllocatePools(pool_bytes_); }));
   JAX_MOE_RETURN_IF_ERROR(ForEach([](DevicePools& part) { return part.ZeroPools(); }));
-  JAX_MOE_RETURN_IF_ERROR(ForEach([&](DevicePools& part) {
+  return ForEach([&](DevicePools& part) {
     part.ClearReport();
     part.SetTimeouts(timeouts);
-    part.SetAbort(false);
     return Status{};
-  }));
+  });
+}
+
+Status PoolSet::Enable() {
+  SetAbort(false);
   // Last: every pool is zero, and no abort is ordered, before any device sees one.
   return WriteTables(/*tombstones=*/false);
 }

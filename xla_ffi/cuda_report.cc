@@ -12,10 +12,10 @@ std::string RankName(uint32_t rank, const Place& place) {
   if (rank == ABI_HOST_ABORT_RANK) return "the host";
   std::string name = "rank " + std::to_string(rank);
   const size_t device = rank / place.virtual_ranks;
-  if (device < place.ordinals.size()) {
-    name += " (GPU " + std::to_string(place.ordinals[device]) + ")";
-  }
-  return name;
+  if (device >= place.ordinals.size()) return name;
+  name += " (GPU " + std::to_string(place.ordinals[device]);
+  if (!place.processes.empty()) name += " of process " + std::to_string(place.processes[device]);
+  return name + ")";
 }
 
 std::string Seconds(uint64_t nanoseconds) {

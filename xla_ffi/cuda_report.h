@@ -17,6 +17,7 @@ struct Place {
   int num_instances = 1;
   std::vector<int> ordinals;  // CUDA ordinals of the instance's devices
   uint32_t virtual_ranks = 1;
+  std::vector<int> processes = {};  // which have these devices; empty if there is only one
 };
 
 // Operation, phase, waiting rank, missing rank, expected and seen value, seconds waited; then what

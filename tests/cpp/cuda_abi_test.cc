@@ -33,6 +33,10 @@ static_assert(own::kAttributeCooperativeLaunch == CU_DEVICE_ATTRIBUTE_COOPERATIV
 static_assert(own::kFunctionMaxDynamicSmem == CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES);
 static_assert(own::kHostAllocPortable == CU_MEMHOSTALLOC_PORTABLE);
 static_assert(own::kHostAllocDeviceMap == CU_MEMHOSTALLOC_DEVICEMAP);
+static_assert(sizeof(own::IpcHandle) == sizeof(CUipcMemHandle));
+static_assert(sizeof(own::Uuid) == sizeof(CUuuid));
+static_assert(own::kIpcLazyPeerAccess == CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS);
+static_assert(own::kP2pNativeAtomics == CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED);
 static_assert(own::kJitErrorLog == CU_JIT_ERROR_LOG_BUFFER);
 static_assert(own::kJitErrorLogBytes == CU_JIT_ERROR_LOG_BUFFER_SIZE_BYTES);
 

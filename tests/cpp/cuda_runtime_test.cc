@@ -12,6 +12,7 @@
 
 #include "check.h"
 #include "cuda_images.h"
+#include "cuda_processes_test.h"
 #include "cuda_registry.h"
 #include "cuda_report.h"
 #include "fake_cuda.h"
@@ -374,6 +375,7 @@ int main(int argc, char** argv) {
   TestFaults();
   TestRebuildAndClose();
   TestLaunchesBesideRebuild();
+  TestProcesses(settings, state);
   StopMonitor();
   CHECK_THAT(state->misuses == 0, state->misuses);
   std::cout << "ok" << std::endl;

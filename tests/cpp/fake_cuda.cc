@@ -3,6 +3,10 @@
 
 #include "fake_cuda.h"
 
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
 #include <cstdlib>
 #include <cstring>
 #include <map>
@@ -21,15 +25,36 @@ constexpr int kPeerAlreadyEnabled = 704;
 constexpr int kUnsupportedPtxVersion = 222;
 constexpr int kMaxDevices = 8;
 
+constexpr int kMapFailed = 205;
+// What other processes may open comes in whole pages of this size, each as a file of its own.
+constexpr size_t kPage = size_t{2} << 20;
+
 struct Allocation {
   int device;
   size_t bytes;
+  int file = -1;
+  int num_open = 0;  // mappings of it in this process
+};
+
+struct Handle {
+  int32_t process;
+  int32_t file;
+  uint64_t bytes;
+  uint64_t address;
+  char unused[40];
+};
+static_assert(sizeof(Handle) == 64);
+
+struct Opened {
+  int device;
+  Handle handle;
 };
 
 std::mutex mutex;
 FakeCudaSettings settings;
 FakeCudaState state;
 std::map<void*, Allocation> allocations;
+std::map<void*, Opened> opened;
 std::map<std::string, int> entries;  // never shrinks: its nodes serve as function handles
 int contexts[kMaxDevices];
 thread_local std::vector<int*> current;
@@ -96,6 +121,16 @@ EXPORT int cuDeviceGetAttribute(int* value, int attribute, int) {
   }
   return Misuse(kInvalidValue);
 }
+EXPORT int cuDeviceGetUuid_v2(unsigned char* uuid, int device) {
+  std::memset(uuid, 0x5a, 16);
+  uuid[15] = static_cast<unsigned char>(settings.first_uuid + device);
+  return 0;
+}
+EXPORT int cuDeviceGetP2PAttribute(int* value, int attribute, int device, int peer) {
+  if (attribute != 3 || device == peer) return Misuse(kInvalidValue);
+  *value = !settings.no_nvlink;
+  return 0;
+}
 EXPORT int cuDeviceCanAccessPeer(int* can, int device, int peer) {
   *can = !(settings.peers_refused && device == 0 && peer == 1);
   return 0;
@@ -134,9 +169,17 @@ EXPORT int cuMemAlloc_v2(unsigned long long* address, size_t bytes) {
   const std::lock_guard<std::mutex> lock(mutex);
   if (CurrentDevice() < 0) return Misuse(kInvalidContext);
   if (state.used_bytes[CurrentDevice()] + bytes > settings.memory_bytes) return kOutOfMemory;
-  void* memory = std::aligned_alloc(512, (bytes + 511) / 512 * 512);
+  Allocation allocation{CurrentDevice(), bytes};
+  void* memory = nullptr;
+  if (bytes % kPage == 0) {
+    allocation.file = memfd_create("device memory", 0);
+    if (ftruncate(allocation.file, bytes) != 0) return kOutOfMemory;
+    memory = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, allocation.file, 0);
+  } else {
+    memory = std::aligned_alloc(512, (bytes + 511) / 512 * 512);
+  }
   std::memset(memory, 0xab, bytes);  // device memory comes as it is
-  allocations[memory] = {CurrentDevice(), bytes};
+  allocations[memory] = allocation;
   state.used_bytes[CurrentDevice()] += bytes;
   ++state.num_allocations;
   *address = reinterpret_cast<uintptr_t>(memory);
@@ -146,9 +189,63 @@ EXPORT int cuMemFree_v2(unsigned long long address) {
   const std::lock_guard<std::mutex> lock(mutex);
   const auto found = allocations.find(reinterpret_cast<void*>(address));
   if (CurrentDevice() < 0 || found == allocations.end()) return Misuse(kInvalidValue);
-  state.used_bytes[found->second.device] -= found->second.bytes;
-  std::free(found->first);
+  const Allocation& allocation = found->second;
+  if (allocation.num_open > 0) Misuse(0);
+  state.used_bytes[allocation.device] -= allocation.bytes;
+  if (allocation.file >= 0) {
+    munmap(found->first, allocation.bytes);
+    close(allocation.file);
+  } else {
+    std::free(found->first);
+  }
   allocations.erase(found);
+  return 0;
+}
+EXPORT int cuIpcGetMemHandle(Handle* handle, unsigned long long address) {
+  const std::lock_guard<std::mutex> lock(mutex);
+  const auto found = allocations.find(reinterpret_cast<void*>(address));
+  if (found == allocations.end() || found->second.file < 0) return Misuse(kInvalidValue);
+  const Allocation& allocation = found->second;
+  *handle = {getpid(), allocation.file, allocation.bytes, address, {}};
+  return 0;
+}
+EXPORT int cuIpcOpenMemHandle_v2(unsigned long long* address, Handle handle, unsigned flags) {
+  const std::lock_guard<std::mutex> lock(mutex);
+  if (CurrentDevice() < 0 || flags != 1) return Misuse(kInvalidContext);
+  const bool own = handle.process == getpid();
+  if (own && !settings.ipc_same_process) return Misuse(kInvalidContext);
+  if (settings.ipc_refused) return kMapFailed;
+  for (const auto& [at, other] : opened) {  // once a device
+    if (other.device == CurrentDevice() && !std::memcmp(&other.handle, &handle, sizeof(handle))) {
+      return Misuse(kInvalidValue);
+    }
+  }
+  const auto path =
+      "/proc/" + std::to_string(handle.process) + "/fd/" + std::to_string(handle.file);
+  const int file = open(path.c_str(), O_RDWR);
+  if (file < 0) return kMapFailed;
+  void* memory = mmap(nullptr, handle.bytes, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
+  close(file);
+  if (memory == MAP_FAILED) return kMapFailed;
+  opened[memory] = {CurrentDevice(), handle};
+  if (own) ++allocations.at(reinterpret_cast<void*>(handle.address)).num_open;
+  ++state.num_open;
+  ++state.num_opened;
+  *address = reinterpret_cast<uintptr_t>(memory);
+  return 0;
+}
+EXPORT int cuIpcCloseMemHandle(unsigned long long address) {
+  const std::lock_guard<std::mutex> lock(mutex);
+  const auto found = opened.find(reinterpret_cast<void*>(address));
+  if (found == opened.end() || found->second.device != CurrentDevice()) {
+    return Misuse(kInvalidValue);
+  }
+  const Handle& handle = found->second.handle;
+  const auto source = allocations.find(reinterpret_cast<void*>(handle.address));
+  if (handle.process == getpid() && source != allocations.end()) --source->second.num_open;
+  munmap(found->first, handle.bytes);
+  opened.erase(found);
+  --state.num_open;
   return 0;
 }
 EXPORT int cuMemsetD8_v2(unsigned long long address, unsigned char value, size_t bytes) {

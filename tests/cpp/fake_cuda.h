@@ -18,6 +18,10 @@ struct FakeCudaSettings {
   int32_t peers_enabled = 1;  // enabling access says "already enabled"
   int32_t cubin_refused = 0;
   int32_t ptx_refused = 0;
+  int32_t no_nvlink = 0;
+  int32_t ipc_refused = 0;
+  int32_t ipc_same_process = 0;               // own handles can be opened: threads play processes
+  int32_t first_uuid = 0;                     // of device 0, then counting up
   uint64_t memory_bytes = uint64_t{1} << 32;  // of each device
 };
 
@@ -28,6 +32,8 @@ struct FakeCudaState {
   int64_t num_synchronized = 0;
   int64_t misuses = 0;          // calls without a context, frees of unknown memory, ...
   uint64_t used_bytes[8] = {};  // by device
+  int64_t num_open = 0;         // mappings of other processes' memory
+  int64_t num_opened = 0;       // ever
   // The last launch.
   int32_t device = -1;
   int32_t cooperative = 0;
