@@ -295,7 +295,8 @@ class ExpertGroup:
     def waits(self) -> dict[str, np.ndarray]:
         """How long ranks have waited for each other since the group was built, on GPUs.
 
-        Each call adds, for every peer, its longest wait for that peer.
+        Each call adds, for every peer, its longest wait for that peer. A process knows what its own
+        ranks waited; the others' rows are zero.
 
         Returns:
           By operation ("plan", "dispatch", "combine"): nanoseconds, int64 [instances, waiting

@@ -60,11 +60,14 @@ class ThreadMeeting : public Meeting {
 
 Status Close(int, Group& group, Meeting* meeting) { return group.Close(meeting); }
 
-// The group as each of the two processes has it: GPU p is that of process p.
+// GPU p is that of process p, with two ranks each.
+const Topology kPair{"the shared group", kRanks, 2, {{0, 1}}, {{0, 1}}, 0, {0, 1}};
+
+// The group as each of the two processes has it.
 struct World {
-  World() {
+  explicit World(Topology topology = kPair) {
     for (int p : {0, 1}) {
-      Topology topology{"the shared group", kRanks, 2, {{0, 1}}, {{0, 1}}, p, {0, 1}};
+      topology.process = p;
       const Status status = Group::Create(topology, kTimeouts, &groups[p]);
       CHECK_THAT(status.ok(), status.message);
     }
@@ -257,6 +260,57 @@ void TestFaultsNameTheProcess() {
   CHECK_THAT(world.groups[1]->WaitedNs().size() == 3 * kRanks * kRanks, "");
 }
 
+// Every GPU of a process opens the pools of the other process, and none of its own process.
+void TestSeveralGpusEach() {
+  World world({"four GPUs", kRanks, 1, {{0, 1, 2, 3}}, {{0, 0, 1, 1}}, 0, {0, 1}});
+  world.MustTogether(Reserve(kExchange));
+  CHECK_THAT(state->num_open == 4 * 2, state->num_open);
+  Call call;
+  call.operation = ABI_OPERATION_DISPATCH;
+  call.shape = {kRanks, 1, 0, 1, 64, 4, 16, 256, 1, 512, true, true};
+  uint64_t pools[kRanks][kRanks];  // [device][rank]
+  for (int device = 0; device < 4; ++device) {
+    const Status status = world.groups[device / 2]->Launch(device, call, {}, nullptr);
+    CHECK_THAT(status.ok(), status.message);
+    ptx::Params params;
+    std::memcpy(&params, state->params, sizeof(params));
+    std::memcpy(pools[device], reinterpret_cast<void*>(params.pools), sizeof(pools[device]));
+  }
+  for (uint32_t device = 0; device < kRanks; ++device) {
+    for (uint32_t rank = 0; rank < kRanks; ++rank) {
+      const bool same = pools[device][rank] == pools[rank][rank];
+      CHECK_THAT(same == (device / 2 == rank / 2), device << " sees " << rank);
+      const uint64_t flag = ABI_POOL_JOIN_FLAGS + 8 * device;
+      At<uint64_t>(pools[device][rank] + flag) = 10 * device + rank;
+      CHECK_THAT(At<uint64_t>(pools[rank][rank] + flag) == 10 * device + rank, rank);
+    }
+  }
+  CHECK_CONTAINS(world.groups[0]->Launch(2, call, {}, nullptr).message, "no GPU 2");
+}
+
+class OwnMeeting : public Meeting {
+  Status Gather(const std::string&, const std::string& mine,
+                std::vector<std::string>* all) override {
+    *all = {mine};
+    return {};
+  }
+};
+
+// Each process has an instance of its own: nothing is opened.
+void TestInstancesApart() {
+  const Topology topology{"apart", 2, 1, {{0, 1}, {2, 3}}, {{0, 0}, {1, 1}}, 0, {0}};
+  std::shared_ptr<Group> group;
+  CHECK_THAT(Group::Create(topology, kTimeouts, &group).ok(), "");
+  OwnMeeting meeting;
+  CHECK_THAT(group->Reserve(kExchange, 0, &meeting).ok() && state->num_open == 0, "");
+  Call call;
+  call.shape = {2, 1, 0, 1, 64, 4, 16, 256, 1, 0, true, true};
+  CHECK_THAT(group->CheckCall(call).ok() && group->Launch(1, call, {}, nullptr).ok(), "");
+  CHECK_CONTAINS(group->Launch(2, call, {}, nullptr).message, "no GPU 2");
+  CHECK_THAT(group->WaitedNs().size() == 2 * 3 * 2 * 2, "");
+  CHECK_THAT(group->Rebuild(&meeting).ok() && group->Close(&meeting).ok(), "");
+}
+
 void TestProcessesOfOneGpu() {
   Device* device = nullptr;
   CHECK_THAT(Device::Get(0, &device).ok(), "");
@@ -281,6 +335,8 @@ void TestProcesses(FakeCudaSettings* fake_settings, FakeCudaState* fake_state) {
   TestReplacement();
   TestFailures();
   TestFaultsNameTheProcess();
+  TestSeveralGpusEach();
+  TestInstancesApart();
   TestProcessesOfOneGpu();
   settings->ipc_same_process = 0;
 }
