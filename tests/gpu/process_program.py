@@ -14,6 +14,7 @@ import signal
 import sys
 import threading
 import time
+import traceback
 from pathlib import Path
 
 HERE = Path(__file__).parent
@@ -234,8 +235,13 @@ def main() -> None:
         barrier("end")
         time.sleep(2 - 2 * PROCESS)  # process 0 has the service, without which JAX ends the other
     say("done")
-    sys.stderr.flush()
-    os._exit(0)  # JAX would wait for the other process
 
 
-main()
+status = 1
+try:
+    main()
+    status = 0
+except Exception:
+    traceback.print_exc()
+sys.stderr.flush()
+os._exit(status)  # JAX would wait for the other process
