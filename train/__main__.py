@@ -6,30 +6,51 @@ import os
 import re
 import shlex
 import sys
+from pathlib import Path
 
 import jax
 import tyro
 from rich.console import Console
 
+from train import config as configs
+from train import processes
 from train.config import Config
 from train.presets import CONFIGS
 
 
 def use_devices(cpu_devices: int) -> None:
-    """Sets JAX to so many CPU devices, where any are asked for; before its first use."""
+    """Sets JAX to so many CPU devices, where any are asked for; before its first use.
+
+    Raises:
+      ValueError: they cannot be shared out evenly among the run's processes.
+    """
     if not cpu_devices:
         return
+    if cpu_devices % processes.count():
+        raise ValueError(
+            f"mesh.cpu_devices={cpu_devices} are those of all {processes.count()} processes "
+            "together: give a multiple."
+        )
     # JAX refuses its own option beside the older flag.
     flags = os.environ.get("XLA_FLAGS", "")
     os.environ["XLA_FLAGS"] = re.sub(r"--xla_force_host_platform_device_count=\d+", "", flags)
     jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_num_cpu_devices", cpu_devices)
+    jax.config.update("jax_num_cpu_devices", cpu_devices // processes.count())
 
 
 def parse(arguments: list[str] | None = None) -> Config:
-    """Returns the named configuration with the command line's changes; exits on unknown keys."""
+    """Returns the configuration with the command line's changes; exits on unknown keys.
+
+    CONFIG is a name, or the JSON file of a configuration (a run leaves one).
+    """
+    arguments = sys.argv[1:] if arguments is None else list(arguments)
+    named = dict(CONFIGS)
+    if arguments and arguments[0].endswith(".json"):
+        config = configs.load(Path(arguments[0]))
+        named = {config.name: (f"what {arguments[0]} says", config)}
+        arguments[0] = config.name
     return tyro.extras.overridable_config_cli(
-        CONFIGS, prog="python -m train", args=arguments, description=__doc__
+        named, prog="python -m train", args=arguments, description=__doc__
     )
 
 
@@ -42,22 +63,31 @@ def command() -> str:
 def main() -> int:
     """Runs the command line; returns its exit status."""
     config = parse()
-    use_devices(config.mesh.cpu_devices)
-    from train.loop import Run  # after the devices are set
-    from train.plot import plot
-
     console = Console()
     try:
-        run = Run(config, console)
-        done = run.train()
+        with processes.joined(dead_s=config.dead_s, stall_s=config.stall_s):
+            use_devices(config.mesh.cpu_devices)
+            if not processes.leads():
+                console.quiet = True
+            return train(config, console)
     except (ValueError, RuntimeError) as error:
         console.print(f"[red]error:[/red] {error}", highlight=False, soft_wrap=True)
         return 1
+
+
+def train(config: Config, console: Console) -> int:
+    """Trains, and says what there is now; returns the exit status."""
+    from train.loop import Run  # after the devices are set
+    from train.plot import plot
+
+    done = Run(config, console).train()
     if not done:
         console.print(
             f"stopped and saved; go on with: {command()}", highlight=False, soft_wrap=True
         )
         return 130
+    if not processes.leads():
+        return 0
     folder = config.folder
     console.print(
         f"checkpoint {folder / 'checkpoints'}, log {folder / 'log.jsonl'}, plot {plot(folder)}",

@@ -162,7 +162,7 @@ class MeshConfig:
     num_nodes: int | None = None
     """Nodes of the topology where it is not the node axis (virtual ranks on few devices)."""
     cpu_devices: int = 0
-    """CPU devices to simulate; 0 leaves it to JAX."""
+    """CPU devices to simulate, over all processes; 0 leaves it to JAX."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -191,6 +191,10 @@ class Config:
     """Steps from one validation to the next; there is one at the end in any case."""
     print_every: int = 50
     """Steps from one printed line to the next."""
+    dead_s: float = 20.0
+    """Among several processes: seconds without a sign of life until one counts as dead."""
+    stall_s: float = 300.0
+    """Seconds in which no process gets on until the run counts as stuck."""
 
     def __post_init__(self) -> None:
         _refuse(
@@ -210,6 +214,7 @@ class Config:
 
 # What may differ between a run and its continuation.
 _FREE = {"steps", "run_dir", "save_every", "keep_checkpoints", "eval_every", "print_every"}
+_FREE |= {"dead_s", "stall_s"}
 _FREE_PARTS = {"mesh", "implementation"}
 
 
@@ -253,8 +258,10 @@ def _checked(value: Any, hint: Any, name: str) -> Any:
 
 
 def save(config: Config, path: Path) -> None:
-    """Writes the resolved configuration as JSON."""
-    path.write_text(json.dumps(to_dict(config), indent=2) + "\n", encoding="utf-8")
+    """Writes the resolved configuration as JSON; who reads meanwhile sees the old or the new."""
+    partial = path.with_suffix(".part")
+    partial.write_text(json.dumps(to_dict(config), indent=2) + "\n", encoding="utf-8")
+    partial.replace(path)
 
 
 def load(path: Path) -> Config:

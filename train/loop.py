@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import math
+import os
 import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-import jax
 import numpy as np
+from jax.experimental.multihost_utils import reached_preemption_sync_point
 from rich.console import Console
 
 from train import config as configs
-from train import data
+from train import data, processes
 from train.checkpoint import Checkpoints
 from train.config import Config
 from train.report import Reporter
@@ -36,7 +37,8 @@ def prepare_folder(config: Config) -> None:
                 "give this one a folder of its own (--run-dir DIR, or make train RUN=DIR)."
             )
     config.folder.mkdir(parents=True, exist_ok=True)
-    configs.save(config, path)
+    if processes.leads():
+        configs.save(config, path)
 
 
 def validate(trainer: Trainer, state: TrainState, windows: np.ndarray) -> float:
@@ -49,23 +51,31 @@ def validate(trainer: Trainer, state: TrainState, windows: np.ndarray) -> float:
         # Filled up to the batch, because its size is compiled in; what is filled in weighs nothing.
         part = np.concatenate([part, np.zeros((missing, part.shape[1]), part.dtype)])
         weights = (np.arange(batch) < batch - missing).astype(np.float32)
-        sharded = jax.device_put((part, weights), trainer.batch_sharding)
+        sharded = (processes.spread(array, trainer.batch_sharding) for array in (part, weights))
         total += float(trainer.evaluate(state, *sharded))
     return total / (len(windows) * (windows.shape[1] - 1)) / math.log(2)
 
 
 @contextmanager
-def stop_on_signal() -> Iterator[Callable[[], bool]]:
-    """Turns the first SIGINT or SIGTERM into a request to stop; a second one interrupts at once."""
+def stop_on_signal() -> Iterator[Callable[[int], bool]]:
+    """Turns the first SIGINT or SIGTERM into a request to stop; a second one interrupts at once.
+
+    Yields a function of the step just done, to be called after every step: whether to stop. Among
+    several processes a signal to one stops all after the same step, which JAX agrees on.
+    """
     asked = []
+    alone = processes.count() == 1
 
     def handle(number, _frame):
         asked.append(number)
         signal.signal(number, signal.default_int_handler)
+        if not alone:
+            os.kill(os.getpid(), signal.SIGTERM)  # for JAX, whose handler has been left in place
 
-    old = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+    numbers = (signal.SIGINT, signal.SIGTERM) if alone else (signal.SIGINT,)
+    old = {number: signal.signal(number, handle) for number in numbers}
     try:
-        yield lambda: bool(asked)
+        yield lambda step: bool(asked) if alone else reached_preemption_sync_point(step)
     finally:
         for number, handler in old.items():
             signal.signal(number, handler)
@@ -81,7 +91,8 @@ class Run:
 
     def __init__(self, config: Config, console: Console):
         self.config, self.console = config, console
-        text = data.load_text(config.data)
+        with processes.leader_first("the text"):  # one download, into a folder that may be shared
+            text = data.load_text(config.data)
         training, validation = data.split(text, config.data)
         self.windows = data.validation_windows(validation, config.data)
         self.batches = data.training_batches(training, config.data, config.seed)
@@ -103,6 +114,7 @@ class Run:
             with Reporter(self.config, self.console, start) as reporter:
                 state = self._steps(state, start, reporter, stopped)
                 step = int(state.step)
+                processes.note(step, "saving and validating at the end")
                 self.checkpoints.save(state, self.batches.get_state())
                 if step == self.config.steps:
                     reporter.validation(step, validate(self.trainer, state, self.windows))
@@ -122,30 +134,34 @@ class Run:
         return state, int(state.step)
 
     def _steps(
-        self, state: TrainState, start: int, reporter: Reporter, stopped: Callable[[], bool]
+        self, state: TrainState, start: int, reporter: Reporter, stopped: Callable[[int], bool]
     ) -> TrainState:
         config = self.config
         if start >= config.steps:
             return state
         step_function = self._compile(reporter)
         for step in range(start + 1, config.steps + 1):
+            processes.note(step, "waiting for data")
             begin = time.perf_counter()
-            windows = jax.device_put(next(self.batches), self.trainer.batch_sharding)
+            windows = processes.spread(next(self.batches), self.trainer.batch_sharding)
             data_s = time.perf_counter() - begin
+            processes.note(step, "running the step")
             state, metrics = step_function(state, windows)
             # Waits for the step: programs of one group must not overlap, and the host's own work
             # is a millisecond.
             reporter.step(step, metrics, data_s)
             self.group.check()
-            if stopped():
+            if stopped(step):
                 reporter.say(f"asked to stop: saving step {step} ...")
                 break
             if step == config.steps:
                 break
             if step % config.eval_every == 0:
+                processes.note(step, "validating")
                 reporter.validation(step, validate(self.trainer, state, self.windows))
                 reporter.skip_time()
             if step % config.save_every == 0:
+                processes.note(step, "saving")
                 self.checkpoints.save(state, self.batches.get_state())
                 reporter.skip_time()
         return state

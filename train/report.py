@@ -14,6 +14,7 @@ import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from train import processes
 from train.config import Config
 
 _SPEED_WINDOW = 20  # steps over which tokens/s is averaged
@@ -31,9 +32,17 @@ def read_log(path: Path) -> list[dict[str, Any]]:
 
 
 class Log:
-    """The run's log, one JSON object a line, cut back to the step from which the run goes on."""
+    """The run's log, one JSON object a line, cut back to the step from which the run goes on.
 
-    def __init__(self, path: Path, start_step: int):
+    Args:
+      path: its file; None keeps nothing.
+      start_step: the step from which the run goes on.
+    """
+
+    def __init__(self, path: Path | None, start_step: int):
+        self._file = self._last = None
+        if path is None:
+            return
         kept = []
         if path.exists():
             kept = [record for record in read_log(path) if record["step"] <= start_step]
@@ -45,7 +54,7 @@ class Log:
 
     def write(self, record: dict[str, Any]) -> None:
         """Adds a record, at once; one that just repeats the last is left out."""
-        if record == self._last:
+        if self._file is None or record == self._last:
             return
         self._last = record
         self._file.write(json.dumps(record) + "\n")
@@ -53,7 +62,8 @@ class Log:
 
     def close(self) -> None:
         """Closes the file."""
-        self._file.close()
+        if self._file is not None:
+            self._file.close()
 
 
 def to_record(step: int, metrics: dict[str, Any], step_s: float, data_s: float, tokens: int):
@@ -96,7 +106,8 @@ class Reporter:
 
     def __init__(self, config: Config, console: Console, start_step: int):
         self._config, self._console = config, console
-        self._log = Log(config.folder / "log.jsonl", start_step)
+        path = config.folder / "log.jsonl"
+        self._log = Log(path if processes.leads() else None, start_step)
         self._times = collections.deque(maxlen=_SPEED_WINDOW)
         self._progress = Progress(
             TextColumn("[bold]{task.fields[name]}"),

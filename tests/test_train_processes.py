@@ -1,0 +1,135 @@
+"""Several processes, on one host or on several: they train as one does, stop and fail together."""
+
+import re
+import signal
+import subprocess
+
+import hosts
+import jobs
+import numpy as np
+import pytest
+
+from train import launch_local
+from train.watch import LOST_PEER
+
+pytestmark = pytest.mark.multiproc
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory) -> jobs.Job:
+    return jobs.Job.make(tmp_path_factory.mktemp("job"))
+
+
+@pytest.fixture(scope="module")
+def alone(job) -> np.ndarray:
+    """Losses of a run in one process."""
+    output = job.folder / "alone.txt"
+    run = job.start(job.command("train", *job.arguments("alone")), output)
+    assert run.wait() == 0, output.read_text()
+    return job.losses("alone")
+
+
+def test_two_processes_train_as_one_does_and_stop_together(job, alone):
+    output = job.folder / "two.txt"
+    arguments = ["--processes", "2", "--", *job.arguments("two", "--steps", "50000")]
+    run = job.start(job.command("train.launch_local", *arguments), output)
+    job.wait_for_step("two", jobs.STEPS, run, output)
+    run.send_signal(signal.SIGTERM)
+    printed = f"{output} {run.wait()}\n{output.read_text()}"
+    assert run.returncode == 130, printed
+    assert "stopped and saved; go on with: " in printed
+    assert "train.launch_local --processes 2 -- " in printed
+    losses = job.losses("two")
+    np.testing.assert_allclose(losses[: jobs.STEPS], alone, rtol=1e-5)
+    # Both processes stopped after the same step, or there would be no checkpoint of both.
+    assert job.checkpoints("two")[-1] == len(losses)
+    assert (job.folder / "two" / "logs" / "process-1.log").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--processes", "0", "--", "tiny"], "processes=0 must be at least 1"),
+        (["--processes", "2", "--gpus", "0", "--", "tiny"], "gpus=('0',) has 1 entries"),
+        (["--processes", "2", "--", "tiny", "--steps", "0"], "steps=0 must be"),
+    ],
+)
+def test_wrong_arguments_are_refused_before_anything_starts(arguments, words, monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["train.launch_local", *arguments])
+    with pytest.raises(SystemExit):
+        launch_local.main()
+    printed = " ".join(re.sub("[│╭╮╰╯─]", " ", "".join(capsys.readouterr())).split())
+    assert words in printed
+
+
+def test_gpus_are_shared_out(monkeypatch):
+    def shared_out(number, visible, *named):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        return launch_local.gpus(launch_local.Options(number, named))
+
+    assert shared_out(2, "") == ["0", "1"]
+    assert shared_out(2, "5,3,2") == ["5", "3"]
+    assert shared_out(2, "5", "0", "0") == ["0", "0"]
+    with pytest.raises(ValueError, match="fewer GPUs"):
+        shared_out(2, "5")
+
+
+DIES_AFTER_STEP = """
+import os, signal
+from train import report
+step = report.Reporter.step
+
+def step_and_die(self, number, *rest):
+    step(self, number, *rest)
+    if number == {number}:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+report.Reporter.step = step_and_die
+"""
+
+
+def on_hosts(job, number: int, victim: int | None = None) -> tuple[list[int], list[int], list[str]]:
+    """Trains with one process on each host; `victim` dies after step 15.
+
+    Returns each process's id, exit status and output.
+    """
+    arguments = job.arguments("hosts", "--save-every", "10")
+    with hosts.Hosts(number, job.folder) as machines:
+        processes, outputs = [], []
+        for index in range(number):
+            before = DIES_AFTER_STEP.format(number=15) if index == victim else ""
+            outputs.append(job.folder / f"host{index}.txt")
+            environment = {
+                "JAX_COORDINATOR_ADDRESS": f"{machines.addresses[0]}:4000",
+                "JAX_NUM_PROCESSES": str(number),
+                "JAX_PROCESS_ID": str(index),
+            }
+            with outputs[-1].open("wb") as to:
+                process = machines.run(
+                    index,
+                    job.command("train", *arguments, before=before),
+                    env=job.environment | environment,
+                    stdout=to,
+                    stderr=subprocess.STDOUT,
+                )
+            processes.append(process)
+        statuses = [process.wait() for process in processes]
+    return [p.pid for p in processes], statuses, [output.read_text() for output in outputs]
+
+
+def test_of_four_hosts_one_dies_and_two_go_on_to_the_same_losses(job, alone):
+    pids, statuses, outputs = on_hosts(job, 4, victim=2)
+    printed = "\n".join(outputs)
+    assert statuses == [LOST_PEER, LOST_PEER, -signal.SIGKILL, LOST_PEER], printed
+    for index in (0, 1, 3):
+        victim = rf"process 2 \(host host2, pid {pids[2]}\) died \(step 15, running the step\)"
+        pattern = rf"error: process {index}, step 1[56], [^:]*: {victim}"
+        assert re.search(pattern, outputs[index]), outputs[index]
+    assert job.checkpoints("hosts") == [10]
+    np.testing.assert_allclose(job.losses("hosts"), alone[:15], rtol=1e-5)
+
+    _, statuses, outputs = on_hosts(job, 2)
+    assert statuses == [0, 0], "\n".join(outputs)
+    assert "going on from the checkpoint at step 10" in outputs[0]
+    assert job.checkpoints("hosts") == [10, jobs.STEPS]
+    np.testing.assert_allclose(job.losses("hosts"), alone, rtol=1e-5)
