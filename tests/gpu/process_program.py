@@ -33,6 +33,7 @@ START = time.monotonic()
 PROCESS, PORT, GPU, WHAT = int(sys.argv[1]), sys.argv[2], int(sys.argv[3]), sys.argv[4]
 SHARED_GPU = os.environ.get("SHARED_GPU") == "1"
 SOAK_STEPS = int(os.environ.get("JAX_MOE_SOAK_STEPS", "300"))
+TIMEOUT_S = 25.0  # so that what goes wrong is told before the test gives up
 DEADLINE_S = 2.0
 
 PAIR = (1, 1, 2)
@@ -79,6 +80,7 @@ class Exchange:
 
     def __init__(self, case: cases.Case):
         self.case, self.at = case, runs.setting(case)
+        self.at.group.set_timeout(TIMEOUT_S)
         given = [getattr(runs.inputs(case), f.name) for f in dataclasses.fields(runs.Inputs)]
         self.operands = [place(a.reshape(-1, *a.shape[3:]), self.at.group) for a in given]
         self.function = jax.jit(self.at.shard_map(runs.everything(self.at, None)))
@@ -102,7 +104,9 @@ class Soak:
     """Exchanges with new routing in each step, checked where they happen; see test_gpu_soak.py."""
 
     def __init__(self, virtual: int, *, collective: bool):
-        self.group = jax_moe.ExpertGroup(jax_moe.make_mesh(), virtual_ranks=virtual, timeout_s=60.0)
+        self.group = jax_moe.ExpertGroup(
+            jax_moe.make_mesh(), virtual_ranks=virtual, timeout_s=TIMEOUT_S
+        )
         capacity = self.group.num_ranks * soak.T * soak.K
 
         def program(steps):
@@ -191,7 +195,7 @@ def a_process_stops(exchange: Exchange) -> None:
     seconds = time.monotonic() - start
     nan = bool(np.isnan(here(out["combine"][0]).astype(np.float32)).all())
     say("stopped", seconds=round(seconds, 2), nan=nan, fault=fault_of(group))
-    group.set_timeout(60.0)
+    group.set_timeout(TIMEOUT_S)
     group.rebuild()
     exchange.check()
     say("mended")
