@@ -112,6 +112,7 @@ lint: $(TOOLS_VENV)/.installed $(BUILD_VENV)/.installed
 	$(TOOLS_VENV)/bin/ruff check .
 	$(TOOLS_VENV)/bin/clang-format --dry-run -Werror $(CXX_FILES)
 	$(TOOLS_VENV)/bin/pyright --pythonpath $(BUILD_VENV)/bin/python
+	$(TOOLS_VENV)/bin/kubernetes-validate --strict --quiet train/launch/kubernetes.yaml
 
 format: $(TOOLS_VENV)/.installed
 	$(TOOLS_VENV)/bin/ruff check --fix --exit-zero --quiet .

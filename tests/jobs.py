@@ -63,8 +63,13 @@ class Job:
     def start(self, command: list[str], output: Path, **changes) -> subprocess.Popen:
         """Starts a command; what it prints goes to the file."""
         with output.open("wb") as to:
-            environment = self.environment | changes
-            return subprocess.Popen(command, env=environment, stdout=to, stderr=subprocess.STDOUT)
+            return subprocess.Popen(
+                command,
+                cwd=self.folder,
+                env=self.environment | changes,
+                stdout=to,
+                stderr=subprocess.STDOUT,
+            )
 
     def losses(self, run: str) -> np.ndarray:
         """Losses by step; fails where a step is missing or doubled."""

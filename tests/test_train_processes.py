@@ -1,8 +1,11 @@
 """Several processes, on one host or on several: they train as one does, stop and fail together."""
 
 import re
+import shutil
 import signal
 import subprocess
+import sys
+from pathlib import Path
 
 import hosts
 import jobs
@@ -74,6 +77,32 @@ def test_gpus_are_shared_out(monkeypatch):
         shared_out(2, "5")
 
 
+FAILS_AS_PROCESS_1 = """#!/bin/sh
+echo "this is process $JAX_PROCESS_ID of $JAX_NUM_PROCESSES at $JAX_COORDINATOR_ADDRESS"
+if [ "$JAX_PROCESS_ID" = 1 ]; then echo "it broke"; exit 3; fi
+exec sleep 60
+"""
+
+
+def test_the_first_failure_ends_all_and_is_named(monkeypatch, tmp_path, capfd):
+    program = tmp_path / "fails"
+    program.write_text(FAILS_AS_PROCESS_1)
+    program.chmod(0o755)
+    monkeypatch.setattr("sys.executable", str(program))
+    monkeypatch.setattr(launch_local, "_GRACE_S", 0.2)
+    arguments = ["tiny", "--run-dir", str(tmp_path / "run")]
+    assert launch_local.launch(launch_local.Options(2), arguments) == 1
+    shown = capfd.readouterr()
+    assert re.search(r"this is process 0 of 2 at 127\.0\.0\.1:\d+\n", shown.out)
+    assert "this is process 1" not in shown.out
+    assert re.search(
+        r"error: process 1 \(pid \d+\) ended with status 3 first; .*/process-1\.log ends:\n"
+        r"    this is process 1 of 2 at .*\n    it broke\n"
+        r"then: process 0 \(pid \d+\) was ended by SIGKILL\n",
+        shown.err,
+    )
+
+
 DIES_AFTER_STEP = """
 import os, signal
 from train import report
@@ -133,3 +162,13 @@ def test_of_four_hosts_one_dies_and_two_go_on_to_the_same_losses(job, alone):
     assert "going on from the checkpoint at step 10" in outputs[0]
     assert job.checkpoints("hosts") == [10, jobs.STEPS]
     np.testing.assert_allclose(job.losses("hosts"), alone, rtol=1e-5)
+
+
+@pytest.mark.skipif(not shutil.which("mpirun"), reason="needs Open MPI's mpirun")
+def test_started_by_mpirun(job, alone):
+    output = job.folder / "mpirun.txt"
+    script = str(Path(launch_local.__file__).parent / "launch" / "mpirun.sh")
+    environment = {"PYTHON": sys.executable, "MPIRUN_FLAGS": "--oversubscribe"}
+    run = job.start([script, "2", *job.arguments("mpirun")], output, **environment)
+    assert run.wait() == 0, output.read_text()
+    np.testing.assert_allclose(job.losses("mpirun"), alone, rtol=1e-5)

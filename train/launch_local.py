@@ -15,6 +15,8 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
@@ -172,7 +174,8 @@ _GOOD = (0, _STOPPED)
 _BECAUSE_OF_OTHERS = (LOST_PEER, -signal.SIGABRT)  # the latter is JAX's own way
 
 
-def pass_on_signals(workers: list[Worker]) -> None:
+@contextmanager
+def signals_passed_on(workers: list[Worker]) -> Iterator[None]:
     """Passes the first SIGINT or SIGTERM on to all processes; a second one kills them."""
 
     def handle(number, _frame):
@@ -181,8 +184,12 @@ def pass_on_signals(workers: list[Worker]) -> None:
         asked.append(number)
 
     asked = []
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, handle)
+    old = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in old.items():
+            signal.signal(number, handler)
 
 
 def report(first: Worker, workers: list[Worker]) -> None:
@@ -197,8 +204,7 @@ def launch(options: Options, arguments: list[str]) -> int:
     """Runs the processes to their end; returns the exit status: 0, 130 if stopped, else 1."""
     workers = start(options, arguments, parse(arguments).folder / "logs")
     try:
-        pass_on_signals(workers)
-        with workers[0].log.open("rb") as log:
+        with signals_passed_on(workers), workers[0].log.open("rb") as log:
             first = wait(workers, log)
             deadline = time.monotonic() + _GRACE_S
             while first and time.monotonic() < deadline and any(w.status is None for w in workers):
