@@ -4,16 +4,17 @@ Row buffers are sized for a capacity that is seldom filled. The product and its 
 the rows that are there: what lies past the last group costs nothing but a zero fill, and whatever
 it holds (NaN, say) reaches no result.
 
-On CPU `jax.lax.ragged_dot` multiplies every row with every expert. Here a loop over the experts
-holds a loop over blocks of BLOCK_ROWS rows with a trip count taken from the group's size: 1.3 to 2
-times a dense matmul of the real rows, where `ragged_dot` took 3 times with 1 expert and 300 times
-with 32; its compile time does not depend on the number of experts.
+`jax.lax.ragged_dot` multiplies every row with every expert, on CPU and, in effect, on GPUs. Here
+a loop over the experts holds a loop over blocks of rows, with a trip count taken from the group's
+size. On CPU that is 1.3 to 2 times a dense matmul of the real rows, where `ragged_dot` took 3
+times with 1 expert and 300 times with 32; docs/results.md has an H200. Compile time does not depend
+on the number of experts. On GPUs the host follows each trip count, some microseconds a block.
 """
 
 from __future__ import annotations
 
 import functools
-from typing import Literal
+from typing import Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +24,9 @@ from jaxtyping import Array, Float, Int
 from jax_moe import _row_blocks
 from jax_moe._row_blocks import sum_dtype
 
-Engine = Literal["blocks", "ragged_dot"]
+Engine = Literal["blocks", "large_blocks", "ragged_dot"]
+# Fewer rows leave the matmul short of work per weight read, more are wasted on small groups.
+BLOCK_ROWS: dict[Engine, int] = {"blocks": 64, "large_blocks": 1024}
 
 
 def grouped_matmul(
@@ -45,8 +48,8 @@ def grouped_matmul(
       weights: the same dtype [V*E, K, N]; products are added in float32 (float64 for float64).
       group_sizes: int32 [V*E], rows of each expert; a virtual rank's sum is at most C.
       virtual_ranks: V.
-      engine: "blocks" (a loop over blocks of rows) or "ragged_dot"; None takes "blocks" where
-        JAX's default backend is the CPU.
+      engine: "blocks" (a loop over blocks of 64 rows), "large_blocks" (of 1024) or "ragged_dot";
+        None takes "blocks" where JAX's default backend is the CPU, else "large_blocks".
 
     Returns:
       [V*C, N] of the same dtype; zero past the last group.
@@ -63,10 +66,15 @@ def grouped_matmul(
 def resolve_engine(engine: Engine | None) -> Engine:
     """The engine itself, or the choice where it is None."""
     if engine is None:
-        return "blocks" if jax.default_backend() == "cpu" else "ragged_dot"
-    if engine not in ("blocks", "ragged_dot"):
-        raise ValueError(f'engine={engine!r}: must be "blocks", "ragged_dot" or None.')
+        return engine_for(jax.default_backend())
+    if engine not in get_args(Engine):
+        raise ValueError(f"engine={engine!r}: must be one of {get_args(Engine)} or None.")
     return engine
+
+
+def engine_for(platform: str) -> Engine:
+    """The engine of a platform, as JAX calls it."""
+    return "blocks" if platform == "cpu" else "large_blocks"
 
 
 def check_operands(rows: Array, weights: Array, group_sizes: Array, virtual_ranks: int) -> None:
@@ -95,8 +103,9 @@ def check_operands(rows: Array, weights: Array, group_sizes: Array, virtual_rank
 def _matmul(static: tuple[Engine, int, bool], rows: Array, weights: Array, sizes: Array) -> Array:
     """Rows [V*C, K] x [V*E, K, N]; with `transposed` rows [V*C, N] x the transposes."""
     engine, virtual_ranks, transposed = static
-    multiply = _matmul_blocks if engine == "blocks" else _matmul_ragged
-    return multiply(rows, weights, sizes, virtual_ranks, transposed)
+    if engine == "ragged_dot":
+        return _matmul_ragged(rows, weights, sizes, virtual_ranks, transposed)
+    return _matmul_blocks(BLOCK_ROWS[engine], rows, weights, sizes, virtual_ranks, transposed)
 
 
 def _matmul_fwd(static, rows, weights, sizes):
@@ -118,9 +127,9 @@ _matmul.defvjp(_matmul_fwd, _matmul_bwd)
 def _outer(static: tuple[Engine, int], left: Array, right: Array, sizes: Array) -> Array:
     """Per expert left^T right over its rows: [V*C, K], [V*C, N] -> [V*E, K, N]."""
     engine, virtual_ranks = static
-    return (_outer_blocks if engine == "blocks" else _outer_ragged)(
-        left, right, sizes, virtual_ranks
-    )
+    if engine == "ragged_dot":
+        return _outer_ragged(left, right, sizes, virtual_ranks)
+    return _outer_blocks(BLOCK_ROWS[engine], left, right, sizes, virtual_ranks)
 
 
 def _outer_fwd(static, left, right, sizes):
@@ -138,10 +147,10 @@ def _outer_bwd(static, saved, cotangent):
 _outer.defvjp(_outer_fwd, _outer_bwd)
 
 
-# Engine "blocks".
+# Engines "blocks" and "large_blocks".
 
 
-def _matmul_blocks(rows, weights, sizes, virtual_ranks, transposed):
+def _matmul_blocks(block, rows, weights, sizes, virtual_ranks, transposed):
     num_rows = rows.shape[0]
     starts = _row_blocks.group_starts(sizes, virtual_ranks, num_rows)
     contracted = 1 if transposed else 0
@@ -151,21 +160,21 @@ def _matmul_blocks(rows, weights, sizes, virtual_ranks, transposed):
 
         def step(first, counts, out):
             product = lax.dot_general(
-                _row_blocks.read(rows, first),
+                _row_blocks.read(rows, first, len(counts)),
                 matrix,
                 (((1,), (contracted,)), ((), ())),
                 preferred_element_type=sum_dtype(rows.dtype),
             )
             return _row_blocks.write(out, first, counts, product)
 
-        return _row_blocks.fold_rows(starts[e], sizes[e], num_rows, step, out)
+        return _row_blocks.fold_rows(block, starts[e], sizes[e], num_rows, step, out)
 
     width = weights.shape[1 if transposed else 2]
     out = _row_blocks.zeros((num_rows, width), rows.dtype, rows)
     return lax.fori_loop(0, weights.shape[0], expert, out)
 
 
-def _outer_blocks(left, right, sizes, virtual_ranks):
+def _outer_blocks(block, left, right, sizes, virtual_ranks):
     num_rows, num_experts = left.shape[0], sizes.shape[0]
     starts = _row_blocks.group_starts(sizes, virtual_ranks, num_rows)
     wide = sum_dtype(left.dtype)
@@ -178,7 +187,7 @@ def _outer_blocks(left, right, sizes, virtual_ranks):
             return total + lax.dot_general(a, b, dims, preferred_element_type=wide)
 
         total = _row_blocks.zeros((left.shape[1], right.shape[1]), wide, left)
-        total = _row_blocks.fold_rows(starts[e], sizes[e], num_rows, step, total)
+        total = _row_blocks.fold_rows(block, starts[e], sizes[e], num_rows, step, total)
         return lax.dynamic_update_index_in_dim(out, total.astype(out.dtype), e, axis=0)
 
     out = _row_blocks.zeros((num_experts, left.shape[1], right.shape[1]), left.dtype, left)

@@ -1,8 +1,8 @@
 """The SwiGLU experts over rows sorted by expert, at the cost of the real rows only.
 
-On CPU both directions are one loop over blocks of rows, which takes a block through both matmuls
-while it is in the cache; between forward and backward only the block's gate and up are kept. On
-other backends two grouped matmuls and one elementwise pass.
+Both directions are one loop over blocks of rows, which takes a block through both matmuls (on CPU
+while it is in the cache); between forward and backward only the block's gate and up are kept. With
+the engine "ragged_dot" they are two grouped matmuls and one elementwise pass.
 """
 
 from __future__ import annotations
@@ -14,7 +14,13 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from jax_moe._grouped_matmul import Engine, check_operands, grouped_matmul, resolve_engine
+from jax_moe._grouped_matmul import (
+    BLOCK_ROWS,
+    Engine,
+    check_operands,
+    grouped_matmul,
+    resolve_engine,
+)
 from jax_moe._row_blocks import (
     fold_rows,
     group_starts,
@@ -50,8 +56,7 @@ def grouped_swiglu(
       down: the same [V*E, W, H].
       group_sizes: int32 [V*E], rows of each expert; a virtual rank's sum is at most C.
       virtual_ranks: V.
-      engine: "blocks" or "ragged_dot"; None takes "blocks" where JAX's default backend is the
-        CPU. "blocks" cannot be differentiated twice.
+      engine: as in `grouped_matmul`; only "ragged_dot" can be differentiated twice.
 
     Returns:
       [V*C, H] of the rows' dtype; zero past the last group.
@@ -69,8 +74,10 @@ def grouped_swiglu(
         )
     if row_s.shape != rows.shape[:1]:
         raise ValueError(f"row_s has shape {row_s.shape}: it must be ({len(rows)},), one a row.")
-    if resolve_engine(engine) == "blocks":
-        return _swiglu(virtual_ranks, *vary_alike(rows, row_s, gate_up, down, group_sizes))
+    engine = resolve_engine(engine)
+    if engine != "ragged_dot":
+        static = (BLOCK_ROWS[engine], virtual_ranks)
+        return _swiglu(static, *vary_alike(rows, row_s, gate_up, down, group_sizes))
     matmul = functools.partial(
         grouped_matmul,
         group_sizes=group_sizes,
@@ -95,46 +102,48 @@ def _matmul(a: Array, b: Array, contract: tuple[int, int], dtype=None) -> Array:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _swiglu(virtual_ranks: int, rows, row_s, gate_up, down, sizes):
-    return _forward(virtual_ranks, False, rows, row_s, gate_up, down, sizes)[0]
+def _swiglu(static: tuple[int, int], rows, row_s, gate_up, down, sizes):
+    return _forward(static, False, rows, row_s, gate_up, down, sizes)[0]
 
 
-def _forward(virtual_ranks, keep, rows, row_s, gate_up, down, sizes):
+def _forward(static, keep, rows, row_s, gate_up, down, sizes):
     """The result, and with `keep` the gate and up of every row, [V*C, 2*W]."""
-    num_rows = rows.shape[0]
+    (block, virtual_ranks), num_rows = static, rows.shape[0]
     starts = group_starts(sizes, virtual_ranks, num_rows)
 
     def expert(e, outs):
         w_in, w_out = (lax.dynamic_index_in_dim(w, e, keepdims=False) for w in (gate_up, down))
 
         def step(first, counts, outs):
-            inner = _matmul(read(rows, first), w_in, (1, 0))
-            out = _matmul(gate(inner, read(row_s, first)), w_out, (1, 0))
+            x, s = (read(a, first, len(counts)) for a in (rows, row_s))
+            inner = _matmul(x, w_in, (1, 0))
+            out = _matmul(gate(inner, s), w_out, (1, 0))
             blocks = (out, inner)[: len(outs)]
             return tuple(write(o, first, counts, b) for o, b in zip(outs, blocks, strict=True))
 
-        return fold_rows(starts[e], sizes[e], num_rows, step, outs)
+        return fold_rows(block, starts[e], sizes[e], num_rows, step, outs)
 
     widths = (rows.shape[1], gate_up.shape[2]) if keep else (rows.shape[1],)
     outs = tuple(zeros((num_rows, width), rows.dtype, rows) for width in widths)
     return lax.fori_loop(0, gate_up.shape[0], expert, outs)
 
 
-def _swiglu_fwd(virtual_ranks, rows, row_s, gate_up, down, sizes):
-    out, inner = _forward(virtual_ranks, True, rows, row_s, gate_up, down, sizes)
+def _swiglu_fwd(static, rows, row_s, gate_up, down, sizes):
+    out, inner = _forward(static, True, rows, row_s, gate_up, down, sizes)
     return out, (rows, row_s, inner, gate_up, down, sizes)
 
 
-def _swiglu_bwd(virtual_ranks, saved, cotangent):
+def _swiglu_bwd(static, saved, cotangent):
     rows, row_s, inner, gate_up, down, sizes = saved
-    num_rows, wide = rows.shape[0], sum_dtype(rows.dtype)
+    (block, virtual_ranks), num_rows = static, rows.shape[0]
+    wide = sum_dtype(rows.dtype)
     starts = group_starts(sizes, virtual_ranks, num_rows)
 
     def expert(e, grads):
         w_in, w_out = (lax.dynamic_index_in_dim(w, e, keepdims=False) for w in (gate_up, down))
         totals = tuple(zeros(w.shape, wide, rows) for w in (w_in, w_out))
         step = functools.partial(_backward_step, (rows, row_s, inner, cotangent), w_in, w_out)
-        carry = fold_rows(starts[e], sizes[e], num_rows, step, (*grads[:2], *totals))
+        carry = fold_rows(block, starts[e], sizes[e], num_rows, step, (*grads[:2], *totals))
         d_weights = (
             lax.dynamic_update_index_in_dim(d_w, total.astype(d_w.dtype), e, axis=0)
             for d_w, total in zip(grads[2:], carry[2:], strict=True)

@@ -19,7 +19,7 @@ from jax_moe import _balance, _implementation
 from jax_moe._balance import MoEStats, RouterBias
 from jax_moe._exchange import combine, dispatch
 from jax_moe._group import ExpertGroup
-from jax_moe._grouped_matmul import Engine
+from jax_moe._grouped_matmul import Engine, engine_for
 from jax_moe._grouped_swiglu import grouped_swiglu
 from jax_moe._plan import plan
 from jax_moe._router import RouterConfig, route
@@ -159,7 +159,7 @@ class _Settings:
     @property
     def engine(self) -> Engine | None:
         platforms = {device.platform for device in self.group.devices}
-        return ("blocks" if platforms == {"cpu"} else "ragged_dot") if platforms else None
+        return engine_for(platforms.pop()) if platforms else None
 
 
 @jax.tree_util.register_dataclass

@@ -11,9 +11,6 @@ from jaxtyping import Array
 
 from jax_moe._implementation import cast_varying, varying_axes
 
-# Fewer rows leave the matmul short of work per weight read, more are wasted on small groups.
-BLOCK_ROWS = 64
-
 
 def sum_dtype(dtype: Any) -> Any:
     """The dtype in which values of `dtype` are added: float32, or float64 for float64."""
@@ -39,14 +36,21 @@ def group_starts(sizes: Array, virtual_ranks: int, num_rows: int) -> Array:
 
 
 def fold_rows(
-    start: Array, size: Array, num_rows: int, step: Callable[[Array, Array, Any], Any], carry: Any
+    block: int,
+    start: Array,
+    size: Array,
+    num_rows: int,
+    step: Callable[[Array, Array, Any], Any],
+    carry: Any,
 ) -> Any:
     """Folds `step(first row, [B, 1] bool of the rows that count, carry)` over one group's rows.
+
+    B is `block`, or `num_rows` where that is less.
 
     A block reaches past its group's end, or begins before its own first row at the buffer's end:
     the rows that count are then fewer than B.
     """
-    block = min(BLOCK_ROWS, num_rows)
+    block = min(block, num_rows)
 
     def body(i, carry):
         wanted = start + i * block
@@ -58,9 +62,9 @@ def fold_rows(
     return lax.fori_loop(0, (size + block - 1) // block, body, carry)
 
 
-def read(array: Array, first: Array) -> Array:
+def read(array: Array, first: Array, rows: int) -> Array:
     """The block of rows that begins at `first`."""
-    block = lax.dynamic_slice_in_dim(array, first, min(BLOCK_ROWS, array.shape[0]))
+    block = lax.dynamic_slice_in_dim(array, first, rows)
     # XLA's CPU backend does not vectorise a loop into which a dynamic slice was fused: the gate
     # took 5 times as long without the barrier.
     return lax.optimization_barrier(block)
@@ -68,10 +72,10 @@ def read(array: Array, first: Array) -> Array:
 
 def read_counting(array: Array, first: Array, counts: Array) -> Array:
     """The same with zeros in the rows that do not count: sums over rows may not see their NaN."""
-    return jnp.where(counts, read(array, first), 0)
+    return jnp.where(counts, read(array, first, len(counts)), 0)
 
 
 def write(array: Array, first: Array, counts: Array, block: Array) -> Array:
     """The array with the counting rows of the block that begins at `first` replaced."""
-    block = jnp.where(counts, block.astype(array.dtype), read(array, first))
+    block = jnp.where(counts, block.astype(array.dtype), read(array, first, len(counts)))
     return lax.dynamic_update_slice_in_dim(array, block, first, axis=0)

@@ -9,7 +9,7 @@ import pytest
 
 import jax_moe
 
-ENGINES = ("blocks", "ragged_dot")
+ENGINES = ("blocks", "large_blocks", "ragged_dot")
 # virtual ranks, rows of one, sizes of the groups
 LAYOUTS = {
     "one_expert": (1, 200, [130]),
@@ -18,6 +18,7 @@ LAYOUTS = {
     "few_rows": (1, 5, [2, 1]),
     "no_row": (1, 90, [0, 0]),
     "three_ranks": (3, 100, [70, 30, 0, 0, 1, 98]),
+    "many_blocks": (1, 2600, [1030, 0, 1500]),
 }
 
 
