@@ -99,7 +99,11 @@ class MoE(nnx.Module):
             self.shared_down = nnx.Param(make(rngs.params(), (shared, hidden)))
 
     def __call__(
-        self, x: Float[Array, "*batch hidden"], mask: Bool[Array, "*batch"] | None = None
+        self,
+        x: Float[Array, "*batch hidden"],
+        mask: Bool[Array, "*batch"] | None = None,
+        *,
+        expert_ids: Int[Array, "*batch topk"] | None = None,
     ) -> tuple[Float[Array, "*batch hidden"], MoEStats]:
         """Applies the layer.
 
@@ -109,6 +113,8 @@ class MoE(nnx.Module):
             nothing has to move before the dispatch.
           mask: bool [..., S], True for real tokens. Padding tokens use no routed expert, give
             zero, count in no statistic, and may hold anything.
+          expert_ids: int32 [..., S, K], the experts where they are not to be the router's choice
+            (balanced, or replayed from another run); it weighs them all the same.
 
         Returns:
           (y of x's shape, of the layer's dtype, `MoEStats`).
@@ -123,7 +129,8 @@ class MoE(nnx.Module):
             x = jnp.where(mask[..., None], x, 0)
         dtype = self.dtype or np.promote_types(x.dtype, self.gate_up.dtype)
         weights = self.router[...], self.bias[...], self.gate_up[...], self.down[...]
-        y, logits, chosen, totals = _routed_experts(self.settings, dtype, x, mask, *weights)
+        forced = None if expert_ids is None else expert_ids.reshape(-1, expert_ids.shape[-1])
+        y, logits, chosen, totals = _routed_experts(self.settings, dtype, x, mask, forced, *weights)
         if self.shared_gate_up is not None and self.shared_down is not None:
             y = y + _dense_swiglu(x, self.shared_gate_up[...], self.shared_down[...], dtype)
         aux_loss = _balance.sequence_balance_loss(logits, mask, self.config, chosen=chosen)
@@ -227,7 +234,7 @@ def _dense_swiglu(x: Array, gate_up: Array, down: Array, dtype: Any) -> Array:
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _routed_experts(
-    settings: _Settings, dtype: Any, x: Array, mask: Array | None, *weights: Array
+    settings: _Settings, dtype: Any, x: Array, mask: Array | None, forced: Array | None, *weights
 ) -> tuple[Array, Array, Array, _Totals]:
     """Spreads the tokens over the mesh and takes them through router and experts."""
     group, batch = settings.group, x.shape[:-1]
@@ -237,15 +244,17 @@ def _routed_experts(
     ranks = group.mesh.size * group.virtual_ranks
     missing = -len(flat) % ranks if len(flat) else ranks
     if missing:
-        flat, real = jnp.pad(flat, ((0, missing), (0, 0))), jnp.pad(real, (0, missing))
+        rows = ((0, missing), (0, 0))
+        flat, real = jnp.pad(flat, rows), jnp.pad(real, (0, missing))
+        forced = None if forced is None else jnp.pad(forced, rows)
     tokens, experts = P(group.mesh.axis_names), P(group.axes)
     local = jax.shard_map(
         functools.partial(_local_experts, settings, dtype),
         mesh=group.mesh,
-        in_specs=(tokens, tokens, P(), P(), experts, experts),
+        in_specs=(tokens, tokens, tokens, P(), P(), experts, experts),
         out_specs=((tokens, tokens, tokens), P()),
     )
-    by_token, totals = local(flat, real, *weights)
+    by_token, totals = local(flat, real, forced, *weights)
     if missing:
         by_token = tuple(array[:-missing] for array in by_token)
     y, logits, chosen = (array.reshape(*batch, array.shape[-1]) for array in by_token)
@@ -253,13 +262,13 @@ def _routed_experts(
 
 
 def _local_experts(
-    settings: _Settings, dtype: Any, x, real, router, bias, gate_up, down
+    settings: _Settings, dtype: Any, x, real, forced, router, bias, gate_up, down
 ) -> tuple[tuple[Array, Array, Array], _Totals]:
     """The routed experts on one device, its tokens and its experts: (y, logits, top experts)."""
     config, group = settings.config, settings.group
     wide = sum_dtype(x.dtype)
     logits = jnp.matmul(x.astype(wide), router.astype(wide), precision=jax.lax.Precision.HIGHEST)
-    routing = route(logits, bias, config)
+    routing = route(logits, bias, config, expert_ids=forced)
     expert_ids = jnp.where(real[:, None], routing.expert_ids, -1)
     exchange = plan(
         expert_ids,

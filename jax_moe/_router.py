@@ -185,6 +185,8 @@ def route(
     logits: Float[Array, "*tokens experts"],
     bias: Float[Array, " experts"] | None,
     config: RouterConfig,
+    *,
+    expert_ids: Int[Array, "*tokens topk"] | None = None,
 ) -> Routing:
     """Chooses each token's experts and weighs them, in float32.
 
@@ -197,6 +199,8 @@ def route(
       logits: [..., E] floating point, any leading shape; upcast to float32.
       bias: [E] floating point, or None for none.
       config: static; an unset num_groups counts as 1 (unlimited routing).
+      expert_ids: [..., K] int32, the choice where it is made elsewhere: ids in 0..E-1, which are
+        weighed and nothing more. Neither bias nor groups have a part in it.
 
     Returns:
       Routing(expert_ids [..., K] int32, weights [..., K] float32, scores [..., E] float32).
@@ -210,7 +214,13 @@ def route(
     _check_operands(logits, bias, config)
     logits = logits.astype(jnp.float32)
     scores = jax.nn.sigmoid(logits) if config.score == "sigmoid" else jax.nn.softmax(logits)
-    expert_ids = _choose(scores, bias, config)
+    if expert_ids is None:
+        expert_ids = _choose(scores, bias, config)
+    elif expert_ids.shape != (*logits.shape[:-1], config.top_k) or expert_ids.dtype != jnp.int32:
+        raise ValueError(
+            f"expert_ids is {expert_ids.dtype}{list(expert_ids.shape)}: it must be "
+            f"int32{[*logits.shape[:-1], config.top_k]}, top_k ids for each token of the logits."
+        )
     return Routing(expert_ids, _weigh(logits, scores, expert_ids, config), scores)
 
 

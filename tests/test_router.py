@@ -252,6 +252,22 @@ def test_bias_chooses_but_has_no_gradient():
     np.testing.assert_array_equal(without.scores, with_bias.scores)
 
 
+def test_a_choice_made_elsewhere_is_only_weighed():
+    config, rng = CONFIGS["unlimited"], np.random.default_rng(5)
+    logits = rng.normal(size=(6, 16)).astype(np.float32)
+    chosen = route(logits, None, config)
+    again = route(logits, np.ones(16, np.float32), config, expert_ids=chosen.expert_ids)
+    for ours, theirs in zip(again, chosen, strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+    others = jnp.tile(jnp.arange(4, dtype=jnp.int32), (6, 1))
+    weights = jax.nn.sigmoid(logits[:, :4])
+    weights = config.scale * weights / weights.sum(axis=1, keepdims=True)
+    found = route(logits, None, config, expert_ids=others)
+    np.testing.assert_allclose(found.weights, weights, rtol=1e-5)
+    with pytest.raises(ValueError, match=r"expert_ids is int32\[6, 3\]: it must be int32\[6, 4\]"):
+        route(logits, None, config, expert_ids=others[:, :3])
+
+
 def test_leading_dimensions_vmap_and_jit_agree():
     logits = jax.random.normal(jax.random.key(2), (2, 3, 256))
     bias = jax.random.normal(jax.random.key(3), (256,)) * 0.1
