@@ -91,6 +91,10 @@ def test_json_refuses(change, message):
         {"steps": 0},
         {"optimizer__total_steps": 0},
         {"data__validation_part": 1.0},
+        {"optimizer__decay_steps": 41},
+        {"optimizer__bias_frozen_steps": -1},
+        {"micro_batches": 3},
+        {"data__bytes_per_token": 0.0},
     ],
 )
 def test_impossible_values(values):

@@ -13,6 +13,7 @@ from flax import nnx
 
 from train import convert
 from train.config import Config
+from train.model import find_places
 from train.step import Trainer, cross_entropy
 
 pytestmark = pytest.mark.cpu
@@ -55,7 +56,7 @@ def ours(name):
         hidden = [x]
         assert isinstance(model.moe_blocks, nnx.List)
         for block in [*model.dense_blocks, *model.moe_blocks]:
-            x, _ = block(x)
+            x, _ = block(x, find_places(x.shape[1], None))
             hidden.append(x)
         hidden[-1] = model.norm(x)
         return cross_entropy(logits[:, :-1], tokens[:, 1:]).mean(), (logits, hidden)

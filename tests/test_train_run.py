@@ -42,10 +42,10 @@ report.Reporter.step, checkpoint.Checkpoints.save = step_and_stop, save_and_die
 """
 
 
-def run(folder: Path, text: Path, status: int, at: dict[int, int] | None = None) -> str:
+def run(folder: Path, text: Path, status: int, at: dict[int, int] | None = None, *more: str) -> str:
     """Runs STEPS steps with a checkpoint every 4 and signals as asked; returns what it printed."""
     options = ["--run-dir", str(folder), "--data.file", str(text), "--steps", str(STEPS)]
-    options += ["--save-every", "4", "--eval-every", "6", "--print-every", "1"]
+    options += ["--save-every", "4", "--eval-every", "6", "--print-every", "1", *more]
     before = SIGNALS.replace("{at}", repr({k: int(v) for k, v in at.items()})) if at else ""
     done = subprocess.run(
         toy.command("train", "toy", *options, before=before),
@@ -71,7 +71,7 @@ def text(tmp_path_factory) -> Path:
 def whole(tmp_path_factory, text) -> tuple[Path, str]:
     """An uninterrupted run: its folder and its output."""
     folder = tmp_path_factory.mktemp("whole")
-    return folder, run(folder, text, 0)
+    return folder, run(folder, text, 0, None, "--tensorboard")
 
 
 def test_what_a_run_says_and_leaves(whole):
@@ -88,10 +88,13 @@ def test_what_a_run_says_and_leaves(whole):
         assert record["bits_per_byte"] == pytest.approx(record["loss"] / np.log(2))
         assert record["max_vio"] == max(record["layers"]["max_vio"])
         assert record["layers"]["dropped"] == [0, 0]
+        assert record["layers"]["rows_mean"] == [8 * 24 * 2 / 8] * 2
+        assert record["bias_step"] == pytest.approx(1e-2) and not record["skipped"]
         assert all(1 <= nodes <= 2 for nodes in record["layers"]["nodes_per_token"])
     saved = configs.load(folder / "config.json")
     assert (saved.steps, saved.model) == (STEPS, toy.CONFIG.model)
     assert (folder / "plot.png").read_bytes().startswith(b"\x89PNG")
+    assert list(folder.glob("tensorboard/event*"))
 
 
 def test_stopped_killed_and_gone_on_with_to_the_last_bit(whole, text, tmp_path):

@@ -11,7 +11,7 @@ import toy
 from jax.sharding import PartitionSpec
 
 from train.presets import TINY
-from train.step import Trainer, make_optimizer, schedule
+from train.step import Trainer, bias_schedule, make_optimizer, schedule
 
 pytestmark = pytest.mark.cpu
 
@@ -26,6 +26,18 @@ def test_schedule():
 
 def test_no_warmup():
     np.testing.assert_allclose(schedule(toy.changed(TINY.optimizer, warmup_steps=0))(0), 3e-3)
+
+
+def test_a_decay_at_the_end():
+    config = toy.changed(TINY.optimizer, decay_steps=500, bias_frozen_steps=300)
+    rate, bias = schedule(config), bias_schedule(config)
+    for step in (99, 1000, 2000):
+        np.testing.assert_allclose(rate(step), 3e-3, rtol=1e-5)
+    np.testing.assert_allclose(rate(2250), (3e-3 + 3e-4) / 2, rtol=1e-5)
+    np.testing.assert_allclose(rate(2500), 3e-4, rtol=1e-5)
+    assert [float(bias(step)) for step in (0, 2199, 2200, 2499)] == pytest.approx(
+        [1e-3, 1e-3, 0, 0]
+    )
 
 
 def test_adamw_by_hand():

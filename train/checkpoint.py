@@ -12,7 +12,7 @@ from train.step import TrainState
 
 
 class Checkpoints:
-    """The checkpoints of one run; a half-written one is never seen.
+    """The checkpoints of one run, written beside the training; a half-written one is never seen.
 
     Args:
       folder: the run's folder; checkpoints lie in its `checkpoints/`.
@@ -21,7 +21,7 @@ class Checkpoints:
 
     def __init__(self, folder: Path, keep: int = 1):
         logging.getLogger("absl").setLevel(logging.ERROR)  # a page of notes per save
-        options = ocp.CheckpointManagerOptions(max_to_keep=keep, enable_async_checkpointing=False)
+        options = ocp.CheckpointManagerOptions(max_to_keep=keep, enable_async_checkpointing=True)
         self._manager = ocp.CheckpointManager((folder / "checkpoints").resolve(), options=options)
 
     @property
@@ -30,7 +30,11 @@ class Checkpoints:
         return self._manager.latest_step()
 
     def save(self, state: TrainState, data_state: dict[str, Any]) -> None:
-        """Writes a checkpoint under the state's step, unless it is there already."""
+        """Copies the state and writes it under its step, unless it is there already.
+
+        Returns once the copy is made, so the state may be given away. An earlier write that failed
+        raises here, or in `close`.
+        """
         step = int(state.step)
         if step == self.latest:
             return
@@ -64,5 +68,5 @@ class Checkpoints:
         return loaded["state"], loaded["data"]
 
     def close(self) -> None:
-        """Gives up the folder."""
+        """Waits for the last checkpoint and gives up the folder."""
         self._manager.close()

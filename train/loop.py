@@ -8,18 +8,25 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
+import jax
 import numpy as np
 from jax.experimental.multihost_utils import reached_preemption_sync_point
 from rich.console import Console
 
 from train import config as configs
-from train import data, processes
+from train import processes
 from train.checkpoint import Checkpoints
 from train.config import Config
+from train.data import Batch
+from train.profile import ProfileWindow
 from train.report import Reporter
 from train.sharding import make_group
+from train.source import open_source
 from train.step import Trainer, TrainState
+
+_MOST_SKIPPED = 20  # steps in a row that are not finite, before even nan_guard="skip" stops
 
 
 def prepare_folder(config: Config) -> None:
@@ -41,19 +48,31 @@ def prepare_folder(config: Config) -> None:
         configs.save(config, path)
 
 
-def validate(trainer: Trainer, state: TrainState, windows: np.ndarray) -> float:
-    """Returns the mean bits per predicted token of `windows`, uint8 [windows, sequence + 1]."""
-    batch = trainer.config.data.batch
-    total = 0.0
-    for start in range(0, len(windows), batch):
-        part = windows[start : start + batch]
-        missing = batch - len(part)
-        # Filled up to the batch, because its size is compiled in; what is filled in weighs nothing.
-        part = np.concatenate([part, np.zeros((missing, part.shape[1]), part.dtype)])
-        weights = (np.arange(batch) < batch - missing).astype(np.float32)
-        sharded = (processes.spread(array, trainer.batch_sharding) for array in (part, weights))
-        total += float(trainer.evaluate(state, *sharded))
-    return total / (len(windows) * (windows.shape[1] - 1)) / math.log(2)
+def validate(trainer: Trainer, state: TrainState, windows: Batch) -> float:
+    """Returns the mean bits per byte of all `windows`, [windows, sequence + 1]."""
+    batch = trainer.config.data.batch // trainer.config.micro_batches
+    total = predictions = 0.0
+    for start in range(0, len(jax.tree.leaves(windows)[0]), batch):
+        part, weights = cut_batch(windows, start, batch)
+        sums = trainer.evaluate(state, *spread((part, weights), trainer.batch_sharding))
+        total, predictions = total + float(sums[0]), predictions + float(sums[1])
+    return total / predictions / math.log(2) / trainer.config.data.bytes_per_token
+
+
+def cut_batch(windows: Batch, start: int, batch: int) -> tuple[Batch, np.ndarray]:
+    """Returns the windows from `start` on and their weights, float32 [batch].
+
+    Filled up to the batch, because its size is compiled in; what is filled in weighs nothing.
+    """
+    part = jax.tree.map(lambda array: array[start : start + batch], windows)
+    real = len(jax.tree.leaves(part)[0])
+    part = jax.tree.map(lambda array: np.pad(array, ((0, batch - real), (0, 0))), part)
+    return part, (np.arange(batch) < real).astype(np.float32)
+
+
+def spread(arrays: Any, sharding: jax.sharding.Sharding) -> Any:
+    """Puts the arrays of a batch on the devices of all processes."""
+    return jax.tree.map(lambda array: processes.spread(array, sharding), arrays)
 
 
 @contextmanager
@@ -92,32 +111,37 @@ class Run:
     def __init__(self, config: Config, console: Console):
         self.config, self.console = config, console
         with processes.leader_first("the text"):  # one download, into a folder that may be shared
-            text = data.load_text(config.data)
-        training, validation = data.split(text, config.data)
-        self.windows = data.validation_windows(validation, config.data)
-        self.batches = data.training_batches(training, config.data, config.seed)
+            source = open_source(config)
+        self.batches, self.windows = source.batches, source.validation
         prepare_folder(config)
         self.group = make_group(config.mesh)
         self.trainer = Trainer(config, self.group)
         self.checkpoints = Checkpoints(config.folder, config.keep_checkpoints)
+        self.profile = ProfileWindow(config)
+        self.skipped = 0  # steps in a row that were not finite
         console.print(
             f"{config.name}: {self.trainer.num_params / 1e6:.3f} M parameters, "
-            f"{len(text):,} bytes of text, {self.group}",
+            f"{source.about}, {self.group}",
             highlight=False,
             soft_wrap=True,
         )
 
     def train(self) -> bool:
-        """Trains to `config.steps`; returns False where a signal stopped it before."""
+        """Trains to `config.steps`; returns False where a signal stopped it before.
+
+        Raises:
+          RuntimeError: a fault on the devices, or a step that is not finite, as `nan_guard` says.
+        """
         with stop_on_signal() as stopped:
             state, start = self._start()
-            with Reporter(self.config, self.console, start) as reporter:
+            with Reporter(self.config, self.console, start, self.group) as reporter:
                 state = self._steps(state, start, reporter, stopped)
                 step = int(state.step)
                 processes.note(step, "saving and validating at the end")
                 self.checkpoints.save(state, self.batches.get_state())
                 if step == self.config.steps:
                     reporter.validation(step, validate(self.trainer, state, self.windows))
+        self.profile.close()
         self.checkpoints.close()
         self.group.close()
         return step == self.config.steps
@@ -142,8 +166,10 @@ class Run:
         step_function = self._compile(reporter)
         for step in range(start + 1, config.steps + 1):
             processes.note(step, "waiting for data")
+            before = self.batches.get_state()
+            self.profile.before(step)
             begin = time.perf_counter()
-            windows = processes.spread(next(self.batches), self.trainer.batch_sharding)
+            windows = spread(next(self.batches), self.trainer.batch_sharding)
             data_s = time.perf_counter() - begin
             processes.note(step, "running the step")
             state, metrics = step_function(state, windows)
@@ -151,6 +177,7 @@ class Run:
             # is a millisecond.
             reporter.step(step, metrics, data_s)
             self.group.check()
+            self._guard(step, state, metrics, before, reporter)
             if stopped(step):
                 reporter.say(f"asked to stop: saving step {step} ...")
                 break
@@ -165,6 +192,24 @@ class Run:
                 self.checkpoints.save(state, self.batches.get_state())
                 reporter.skip_time()
         return state
+
+    def _guard(self, step: int, state: TrainState, metrics, before, reporter: Reporter) -> None:
+        """Says what went wrong in a step that was not finite; `before` is the data's place then."""
+        if metrics["finite"]:
+            self.skipped = 0
+            return
+        self.skipped += 1
+        what = f"step {step}: loss {metrics['loss']:.4g}, gradient norm {metrics['grad_norm']:.4g}"
+        if self.config.nan_guard == "skip" and self.skipped < _MOST_SKIPPED:
+            reporter.say(f"{what}: skipped, nothing was updated")
+            return
+        self.checkpoints.save(state._replace(step=state.step - 1), before)
+        self.checkpoints.close()
+        raise RuntimeError(
+            f"{what}: nothing was updated, and the state of step {step - 1} is saved. The same "
+            "command tries this batch again, with --nan-guard skip goes on past it (at most "
+            f"{_MOST_SKIPPED - 1} in a row)."
+        )
 
     def _compile(self, reporter: Reporter):
         """Compiles the step before the clock of the first one starts."""

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 import jax_moe
 from train.config import Implementation, ModelConfig
+from train.routing import router_config
 
 
 class Parts:
@@ -68,6 +69,38 @@ def rotate(x: Float[Array, "... dim"], angles: Float[Array, "... half"]) -> Arra
     return turned.astype(x.dtype)
 
 
+class Places(NamedTuple):
+    """Where the tokens of a batch stand, the same for all blocks.
+
+    Attributes:
+      positions: float32 [length], or [batch, length] where documents begin within a window.
+      visible: bool [..., query, key], broadcast over the heads: whom a token sees.
+      real: bool [batch, length], False for padding; None where all are real.
+    """
+
+    positions: Float[Array, ...]
+    visible: Bool[Array, ...]
+    real: Bool[Array, "batch length"] | None
+
+
+def find_places(length: int, segments: Int[Array, "batch length"] | None) -> Places:
+    """Places tokens in their window, or in their document: a token sees its own alone.
+
+    Args:
+      length: tokens of a window.
+      segments: the document of each token, ascending from 1; 0 for padding. None for one each.
+    """
+    causal = jnp.tril(jnp.ones((length, length), bool))
+    place = jnp.arange(length, dtype=jnp.int32)
+    if segments is None:
+        return Places(place.astype(jnp.float32), causal, None)
+    begins = segments != jnp.pad(segments, ((0, 0), (1, 0)))[:, :-1]
+    first = lax.cummax(jnp.where(begins, place, 0), axis=1)
+    same = segments[:, :, None] == segments[:, None, :]
+    positions = (place - first).astype(jnp.float32)
+    return Places(positions, (causal & same)[:, None], segments > 0)
+
+
 class Attention(nnx.Module):
     """Multi-head latent attention, causal.
 
@@ -89,7 +122,7 @@ class Attention(nnx.Module):
         self.kv = parts.linear(c.kv_rank, c.num_heads * (c.nope_dim + c.value_dim))
         self.out = parts.linear(c.num_heads * c.value_dim, c.hidden)
 
-    def __call__(self, x: Float[Array, "batch length hidden"]) -> Array:
+    def __call__(self, x: Float[Array, "batch length hidden"], places: Places) -> Array:
         """Mixes every token with those before it: [batch, length, hidden]."""
         c = self.config
         batch, length, _ = x.shape
@@ -100,16 +133,15 @@ class Attention(nnx.Module):
         key, value = jnp.split(kv, [c.nope_dim], axis=-1)
 
         frequencies = c.rope_theta ** (-jnp.arange(0, c.rope_dim, 2, jnp.float32) / c.rope_dim)
-        angles = jnp.arange(length, dtype=jnp.float32)[:, None] * frequencies
+        angles = places.positions[..., None] * frequencies
         query, query_rope = jnp.split(q, [c.nope_dim], axis=-1)
-        query_rope = rotate(query_rope, angles[:, None, :])
+        query_rope = rotate(query_rope, angles[..., None, :])
         key_rope = rotate(key_rope, angles)
 
         scores = jnp.einsum("bqhd,bkhd->bhqk", query, key)
         scores = scores + jnp.einsum("bqhd,bkd->bhqk", query_rope, key_rope)
         scores = scores.astype(jnp.float32) * (c.nope_dim + c.rope_dim) ** -0.5
-        causal = jnp.tril(jnp.ones((length, length), bool))
-        weights = jax.nn.softmax(jnp.where(causal, scores, -jnp.inf)).astype(x.dtype)
+        weights = jax.nn.softmax(jnp.where(places.visible, scores, -jnp.inf)).astype(x.dtype)
         mixed = jnp.einsum("bhqk,bkhd->bqhd", weights, value)
         return self.out(mixed.reshape(batch, length, -1))
 
@@ -123,25 +155,18 @@ class DenseMLP(nnx.Module):
         self.up = parts.linear(c.hidden, c.dense_width)
         self.down = parts.linear(c.dense_width, c.hidden)
 
-    def __call__(self, x: Array) -> tuple[Array, None]:
-        """Returns (output, no stats), as the expert layer does."""
+    def __call__(self, x: Array, mask: Array | None, *, expert_ids: None) -> tuple[Array, None]:
+        """Returns (output, no stats), as the expert layer does; padding may hold anything."""
         return self.down(jax.nn.silu(self.gate(x)) * self.up(x)), None
 
 
 def make_experts(parts: Parts, group: jax_moe.ExpertGroup, implementation: Implementation | None):
     """Makes the expert-parallel layer of a block."""
     c = parts.config
-    router = jax_moe.RouterConfig(
-        num_experts=c.num_experts,
-        top_k=c.top_k,
-        num_groups=c.num_groups,
-        top_groups=c.top_groups,
-        scale=c.routed_scale,
-    )
     return jax_moe.MoE(
         c.hidden,
         c.expert_width,
-        router,
+        router_config(c),
         group,
         num_shared=c.num_shared,
         capacity_factor=c.capacity_factor,
@@ -161,10 +186,10 @@ class Block(nnx.Module):
         self.mlp_norm = parts.norm(parts.config.hidden)
         self.mlp: Any = make_mlp(parts)
 
-    def __call__(self, x: Array):
+    def __call__(self, x: Array, places: Places, expert_ids: Array | None = None):
         """Returns (output, the expert layer's stats or None)."""
-        x = x + self.attention(self.attention_norm(x))
-        y, stats = self.mlp(self.mlp_norm(x))
+        x = x + self.attention(self.attention_norm(x), places)
+        y, stats = self.mlp(self.mlp_norm(x), places.real, expert_ids=expert_ids)
         return x + y, stats
 
 
@@ -176,6 +201,8 @@ class LanguageModel(nnx.Module):
       group: where the experts live; everything else is split by batch over the whole mesh.
       implementation: what carries the tokens, as in `jax_moe.MoE`.
       gather: puts together the parameters of a part of the model when it runs.
+      force: gives the experts of all tokens [batch, length] in every MoE layer, int32 [layers,
+        batch, length, K]; None leaves the choice to the routers.
       seed: of the initialisation; the mesh has no part in it.
     """
 
@@ -186,9 +213,10 @@ class LanguageModel(nnx.Module):
         implementation: Implementation | None = None,
         *,
         gather: Callable[[nnx.State], nnx.State],
+        force: Callable[[Array], Array] | None = None,
         seed: int,
     ):
-        self.config, self.group, self.gather = config, group, gather
+        self.config, self.group, self.gather, self.force = config, group, gather, force
         # One stream per block, so that a block starts alike whether it is stacked or not.
         keys = jax.random.split(jax.random.key(seed), config.num_layers + 1)
         ends = Parts(config, nnx.Rngs(keys[-1]))
@@ -214,38 +242,45 @@ class LanguageModel(nnx.Module):
         self.norm = ends.norm(config.hidden)
         self.head = ends.linear(config.hidden, config.vocab_size)
 
-    def __call__(self, tokens: Int[Array, "batch length"]):
-        """Returns (logits float32 [batch, length, vocab], the MoE layers' stats [layers, ...])."""
+    def __call__(
+        self, tokens: Int[Array, "batch length"], segments: Int[Array, "batch length"] | None = None
+    ):
+        """Returns (logits float32 [batch, length, vocab], the MoE layers' stats [layers, ...]).
+
+        Documents (`segments`, as in `find_places`) do not see each other.
+        """
         mesh = self.group.mesh
         split = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
-
-        def run(x, block):
-            graph, state = nnx.split(block)
-
-            def call(state, x):
-                # Pinned at every block, or XLA may gather the batch onto each device.
-                x = lax.with_sharding_constraint(x, split)
-                return nnx.merge(graph, self.gather(state))(x)
-
-            return (jax.checkpoint(call) if self.config.remat else call)(state, x)
+        places = find_places(tokens.shape[1], segments)
+        forced = None if self.force is None else self.force(tokens)
 
         def whole(part):
             graph, state = nnx.split(part)
             return nnx.merge(graph, self.gather(state))
 
+        def run(x, block, expert_ids=None):
+            graph, state = nnx.split(block)
+
+            def call(state, x, places, expert_ids):
+                # Pinned at every block, or XLA may gather the batch onto each device.
+                x = lax.with_sharding_constraint(x, split)
+                return nnx.merge(graph, self.gather(state))(x, places, expert_ids)
+
+            call = jax.checkpoint(call) if self.config.remat else call
+            return call(state, x, places, expert_ids)
+
         x = lax.with_sharding_constraint(whole(self.embedding)(tokens), split)
         for block in self.dense_blocks:
             x, _ = run(x, block)
-        if isinstance(self.moe_blocks, Block):
-            x, stats = scan_blocks(run, x, self.moe_blocks)
-        else:
-            each = []
-            for block in self.moe_blocks:
-                x, layer_stats = run(x, block)
-                each.append(layer_stats)
-            stats = jax.tree.map(lambda *leaves: jnp.stack(leaves), *each) if each else None
+        x, stats = run_moe_blocks(run, x, self.moe_blocks, forced)
         logits = whole(self.head)(self.norm(x)).astype(jnp.float32)
         return lax.with_sharding_constraint(logits, split), stats
+
+    def routing_biases(self) -> Float[Array, "layers experts"]:
+        """Returns the routing biases of the MoE layers."""
+        if isinstance(self.moe_blocks, Block):
+            return self.moe_blocks.mlp.bias[...]
+        return jnp.stack([block.mlp.bias[...] for block in self.moe_blocks])
 
     def update_biases(self, counts: Int[Array, "layers experts"], step_size) -> None:
         """Moves every routing bias one step, from the optimizer step's global token counts."""
@@ -262,7 +297,18 @@ def stack_blocks(make_block: Callable, keys: Array) -> Block:
     return nnx.merge(graph, jax.vmap(lambda key: nnx.state(make_block(key)))(keys))
 
 
-def scan_blocks(run: Callable, x: Array, stacked: Block):
-    """Runs x through the stacked blocks in turn."""
-    graph, state = nnx.split(stacked)
-    return lax.scan(lambda x, state: run(x, nnx.merge(graph, state)), x, state)
+def run_moe_blocks(run: Callable, x: Array, blocks: Block | nnx.List, forced: Array | None):
+    """Runs x through the blocks in turn; returns it and their stats [layers, ...], if any."""
+    if isinstance(blocks, Block):
+        graph, state = nnx.split(blocks)
+
+        def step(x, layer):
+            state, expert_ids = layer
+            return run(x, nnx.merge(graph, state), expert_ids)
+
+        return lax.scan(step, x, (state, forced))
+    each = []
+    for number, block in enumerate(blocks):
+        x, stats = run(x, block, None if forced is None else forced[number])
+        each.append(stats)
+    return x, jax.tree.map(lambda *leaves: jnp.stack(leaves), *each) if each else None

@@ -1,4 +1,4 @@
-"""Plots a run's loss and load balance: python -m train.plot RUN_FOLDER."""
+"""Plots a run's loss, load balance and speed: python -m train.plot RUN_FOLDER."""
 
 from __future__ import annotations
 
@@ -25,21 +25,25 @@ def running_mean(values: np.ndarray) -> np.ndarray:
 
 
 def plot(folder: Path) -> Path:
-    """Draws loss and load balance from the folder's log; returns the PNG's path.
+    """Draws loss, load balance and speed from the folder's log; returns the PNG's path.
 
     Raises:
       ValueError: the log has no step.
     """
     records = read_log(folder / "log.jsonl")
-    steps = [record for record in records if "loss" in record]
+    steps = [record for record in records if record.get("loss") is not None]
     validations = [record for record in records if "val_bits_per_byte" in record]
     if not steps:
         raise ValueError(f"{folder / 'log.jsonl'} holds no step yet: nothing to plot.")
-    figure, (loss, balance) = pyplot.subplots(2, 1, sharex=True, figsize=(7, 6), layout="tight")
+    figure, panels = pyplot.subplots(4, 1, sharex=True, figsize=(7, 11), layout="tight")
+    loss, balance, norm, speed = panels
     x = np.array([record["step"] for record in steps])
     _draw_loss(loss, x, steps, validations)
     _draw_balance(balance, x, steps)
-    balance.set_xlabel("step")
+    _draw_line(norm, x, steps, "grad_norm", "norm of the gradient")
+    norm.set_yscale("log")
+    _draw_line(speed, x, steps, "tokens_per_s", "tokens per second")
+    speed.set_xlabel("step")
     path = folder / "plot.png"
     figure.savefig(path, dpi=100)
     pyplot.close(figure)
@@ -66,6 +70,14 @@ def _draw_loss(axes, x: np.ndarray, steps: list[dict], validations: list[dict]) 
     axes.set_ylabel("bits per byte")
     axes.grid(alpha=0.3)
     axes.legend()
+
+
+def _draw_line(axes, x: np.ndarray, steps: list[dict], key: str, label: str) -> None:
+    values = np.array([record[key] for record in steps])
+    axes.plot(x, values, color="tab:blue", alpha=0.25, linewidth=0.7)
+    axes.plot(x, running_mean(values), color="tab:blue")
+    axes.set_ylabel(label)
+    axes.grid(alpha=0.3)
 
 
 def _draw_balance(axes, x: np.ndarray, steps: list[dict]) -> None:

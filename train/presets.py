@@ -91,12 +91,14 @@ LITE = Config(
         warmup_steps=2000,
         aux_loss_weight=1e-4,
     ),
-    data=DataConfig(batch=64, sequence=4096),
+    data=DataConfig(batch=64, sequence=4096, synthetic=True),
+    micro_batches=8,
     mesh=MeshConfig(fsdp=-1, node=1, rank=8, shard_dense=True),
     steps=20_000,
 )
 
-# The report's sizes, without multi-token prediction and without its schedule of batch sizes.
+# The report's sizes and rates, without multi-token prediction and its schedule of batch sizes. The
+# texts of these two are one's own token ids: --data.file ids.npy --data.no-synthetic.
 V3 = Config(
     name="deepseek-v3-671b",
     model=ModelConfig(
@@ -128,9 +130,12 @@ V3 = Config(
         final_rate=2.2e-5,
         total_steps=220_000,
         warmup_steps=2000,
+        decay_steps=70_000,
+        bias_frozen_steps=7500,
         aux_loss_weight=1e-4,
     ),
-    data=DataConfig(batch=16_384, sequence=4096),
+    data=DataConfig(batch=16_384, sequence=4096, synthetic=True),
+    micro_batches=8,
     mesh=MeshConfig(fsdp=-1, node=8, rank=8, shard_dense=True),
     steps=220_000,
 )

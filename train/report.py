@@ -1,10 +1,9 @@
-"""What a run tells: a JSONL log, a progress bar, and lines above it."""
+"""What a run tells: a JSONL log, TensorBoard's, a progress bar, and lines above it."""
 
 from __future__ import annotations
 
 import collections
 import json
-import math
 import time
 from pathlib import Path
 from typing import Any
@@ -14,8 +13,10 @@ import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+import jax_moe
 from train import processes
 from train.config import Config
+from train.metrics import Meter, scalars
 
 _SPEED_WINDOW = 20  # steps over which tokens/s is averaged
 
@@ -66,33 +67,32 @@ class Log:
             self._file.close()
 
 
-def to_record(step: int, metrics: dict[str, Any], step_s: float, data_s: float, tokens: int):
-    """Turns a step's metrics into a log record.
+class TensorBoard:
+    """The same records as scalars for TensorBoard, in the run's folder.
 
-    Args:
-      step: optimizer steps done, this one included.
-      metrics: what the step returned; waits for it.
-      step_s: seconds since the step before was done.
-      data_s: seconds of them spent waiting for data.
-      tokens: tokens of the step.
+    Raises:
+      ValueError: tensorboardX is not installed.
     """
-    metrics = jax.device_get(metrics)
-    record = {
-        "step": step,
-        "loss": float(metrics["loss"]),
-        "bits_per_byte": float(metrics["loss"]) / math.log(2),
-        "grad_norm": float(metrics["grad_norm"]),
-        "learning_rate": float(metrics["learning_rate"]),
-        "step_s": step_s,
-        "data_s": data_s,
-        "tokens_per_s": tokens / step_s,
-    }
-    if "moe" in metrics:
-        stats = metrics["moe"]
-        record["max_vio"] = float(np.max(stats.max_vio))
-        names = ("max_vio", "min_load", "dropped", "router_entropy", "nodes_per_token", "aux_loss")
-        record["layers"] = {name: np.asarray(getattr(stats, name)).tolist() for name in names}
-    return record
+
+    def __init__(self, folder: Path, start_step: int):
+        try:
+            from tensorboardX import SummaryWriter
+        except ImportError as error:
+            raise ValueError(
+                "tensorboard=True needs tensorboardX: pip install 'jax_moe[train]', or leave it "
+                "off (log.jsonl has the same figures)."
+            ) from error
+        # What a stopped run wrote past its checkpoint no longer counts.
+        self._writer = SummaryWriter(str(folder / "tensorboard"), purge_step=start_step + 1)
+
+    def write(self, record: dict[str, Any]) -> None:
+        """Adds a record."""
+        for name, value in scalars(record).items():
+            self._writer.add_scalar(name, value, record["step"])
+
+    def close(self) -> None:
+        """Closes the file."""
+        self._writer.close()
 
 
 class Reporter:
@@ -102,12 +102,18 @@ class Reporter:
       config: the run.
       console: where to; without a terminal only the lines are printed.
       start_step: the step from which the run goes on.
+      group: the experts' group.
     """
 
-    def __init__(self, config: Config, console: Console, start_step: int):
+    def __init__(
+        self, config: Config, console: Console, start_step: int, group: jax_moe.ExpertGroup
+    ):
         self._config, self._console = config, console
+        self._meter = Meter(config, group)
         path = config.folder / "log.jsonl"
-        self._log = Log(path if processes.leads() else None, start_step)
+        self._logs: list[Log | TensorBoard] = [Log(path if processes.leads() else None, start_step)]
+        if config.tensorboard and processes.leads():
+            self._logs.append(TensorBoard(config.folder, start_step))
         self._times = collections.deque(maxlen=_SPEED_WINDOW)
         self._progress = Progress(
             TextColumn("[bold]{task.fields[name]}"),
@@ -129,7 +135,8 @@ class Reporter:
 
     def __exit__(self, *_: object) -> None:
         self._progress.stop()
-        self._log.close()
+        for log in self._logs:
+            log.close()
 
     def say(self, text: str) -> None:
         """Prints a line above the bar."""
@@ -145,18 +152,26 @@ class Reporter:
         now = time.perf_counter()
         step_s, self._last = now - self._last, now
         self._times.append(step_s)
-        tokens = self._config.data.batch * self._config.data.sequence
-        record = to_record(step, metrics, step_s, data_s, tokens)
-        self._log.write(record)
-        summary = self._summary(record, tokens)
+        record = self._meter.record(step, metrics, step_s, data_s)
+        self._write(record)
+        summary = self._summary(record)
         self._progress.update(self._task, completed=step, summary=summary)
         if step % self._config.print_every == 0 or step in (1, self._config.steps):
             self.say(f"step {step:>{len(str(self._config.steps))}}  {summary}")
 
-    def _summary(self, record: dict[str, Any], tokens: int) -> str:
-        speed = tokens * len(self._times) / sum(self._times)
-        text = f"loss {record['loss']:.3f}  {record['bits_per_byte']:.3f} bits/byte"
+    def _write(self, record: dict[str, Any]) -> None:
+        for log in self._logs:
+            log.write(record)
+
+    def _summary(self, record: dict[str, Any]) -> str:
+        speed = self._meter.tokens * len(self._times) / sum(self._times)
+        text = "not finite"
+        if not record["skipped"]:
+            text = f"loss {record['loss']:.3f}  {record['bits_per_byte']:.3f} bits/byte"
         text += f"  {speed:,.0f} tokens/s"
+        if "mfu" in record:
+            mfu = record["mfu"] * speed / record["tokens_per_s"]
+            text += f"  MFU {mfu:.1%} of {record['peak_tflops']:.0f} TFLOP/s"
         if "max_vio" in record:
             text += f"  MaxVio {record['max_vio']:.2f}"
         dropped = np.sum(record.get("layers", {}).get("dropped", 0))
@@ -164,5 +179,5 @@ class Reporter:
 
     def validation(self, step: int, bits: float) -> None:
         """Records the validation score."""
-        self._log.write({"step": step, "val_bits_per_byte": bits})
+        self._write({"step": step, "val_bits_per_byte": bits})
         self.say(f"step {step}  val bits/byte {bits:.4f}")

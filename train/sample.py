@@ -17,7 +17,7 @@ import jax_moe
 from train import config as configs
 from train.__main__ import use_devices
 from train.checkpoint import Checkpoints
-from train.step import Trainer
+from train.step import Trainer, TrainState
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,25 +59,34 @@ def make_writer(trainer: Trainer, length: int, temperature: float):
     return jax.jit(write)
 
 
+def load_run(folder: Path) -> tuple[Trainer, TrainState]:
+    """Returns a run's last checkpoint on one device, where the experts live as well.
+
+    Raises:
+      ValueError: no run, or no checkpoint.
+    """
+    path = folder / "config.json"
+    if not path.exists():
+        raise ValueError(f"{folder} holds no run (no config.json): train first (make train).")
+    config = dataclasses.replace(configs.load(path), routing=configs.RoutingConfig())
+    use_devices(int(config.mesh.cpu_devices > 0))
+    group = jax_moe.ExpertGroup(jax_moe.make_mesh(rank=1, devices=jax.devices()[:1]))
+    trainer = Trainer(config, group)
+    state, _ = Checkpoints(folder).restore(trainer.abstract_state)
+    return trainer, state
+
+
 def sample(options: Options) -> str:
     """Returns the prompt and what the model writes after it.
 
     Raises:
       ValueError: no run, no checkpoint, or an empty prompt.
     """
-    path = options.run / "config.json"
-    if not path.exists():
-        raise ValueError(f"{options.run} holds no run (no config.json): train first (make train).")
     prompt = np.frombuffer(options.prompt.encode("utf-8"), np.uint8).astype(np.int32)
     if not len(prompt):
         raise ValueError("prompt is empty: give at least one byte to go on from.")
-    config = configs.load(path)
-    use_devices(int(config.mesh.cpu_devices > 0))
-    # One text is too small a batch to spread, and the experts do not care where they live.
-    group = jax_moe.ExpertGroup(jax_moe.make_mesh(rank=1, devices=jax.devices()[:1]))
-    trainer = Trainer(config, group)
-    state, _ = Checkpoints(options.run).restore(trainer.abstract_state)
-    total = max(len(prompt) + options.length, config.data.sequence)
+    trainer, state = load_run(options.run)
+    total = max(len(prompt) + options.length, trainer.config.data.sequence)
     tokens = np.zeros(total, np.int32)
     tokens[: len(prompt)] = prompt
     write = make_writer(trainer, options.length, options.temperature)

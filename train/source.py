@@ -1,0 +1,79 @@
+"""What a run reads: windows of a text, packed documents, or random tokens."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import grain
+import numpy as np
+
+from train import data, packing
+from train.config import Config
+from train.data import Batch, Packed
+
+
+class Source(NamedTuple):
+    """What a run reads.
+
+    Attributes:
+      batches: training batches for ever; a grain iterator, whose state is a small dict.
+      validation: all windows that are scored.
+      about: a few words.
+    """
+
+    batches: grain.DatasetIterator
+    validation: Batch
+    about: str
+
+
+def open_source(config: Config) -> Source:
+    """Opens what the configuration names.
+
+    Raises:
+      ValueError: there is no such text, it is too short, or it has ids past the vocabulary.
+      RuntimeError: the corpus could not be downloaded.
+    """
+    vocab_size = config.model.vocab_size
+    dtype = data.token_dtype(vocab_size)
+    if config.data.synthetic:
+        return _synthetic(config, dtype)
+    if config.data.documents:
+        return _documents(config, dtype)
+    text = data.load_text(config.data)
+    if len(text) and text.max() >= vocab_size:
+        raise ValueError(
+            f"{config.data.file} has token id {text.max()}, but model.vocab_size={vocab_size}: "
+            "raise it, or use other ids."
+        )
+    training, validation = data.split(text, config.data)
+    return Source(
+        data.training_batches(training, config.data, config.seed, dtype),
+        data.validation_windows(validation, config.data).astype(dtype, copy=False),
+        f"{len(text):,} {'ids' if data.has_ids(config.data) else 'bytes'} of text",
+    )
+
+
+def _documents(config: Config, dtype: np.dtype) -> Source:
+    """Packs documents; the last ones validate."""
+    documents = packing.read_documents(config.data)
+    cut = min(len(documents) - 1, int(len(documents) * (1 - config.data.validation_part)))
+    window, few = config.data.sequence + 1, config.data.validation_windows
+    parts = (packing.pack(part, window) for part in (documents[:cut], documents[cut:]))
+    training, validation = (Packed(p.tokens.astype(dtype), p.segments) for p in parts)
+    filled = np.mean(training.segments > 0)
+    return Source(
+        packing.training_batches(training, config.data, config.seed),
+        Packed(validation.tokens[:few], validation.segments[:few]),
+        f"{len(documents):,} documents, {filled:.1%} of the windows filled",
+    )
+
+
+def _synthetic(config: Config, dtype: np.dtype) -> Source:
+    shape = (config.data.batch, config.data.sequence + 1)
+
+    def draw(number: int) -> np.ndarray:
+        random = np.random.default_rng((config.seed, number))
+        return random.integers(0, config.model.vocab_size, shape, dtype)
+
+    batches = grain.MapDataset.range(1, 2**31).map(draw)
+    return Source(data.read(batches), draw(0), "random tokens")
