@@ -8,8 +8,8 @@ import pytest
 import toy
 
 from train import config as configs
-from train.__main__ import parse
-from train.loop import prepare_folder
+from train.__main__ import command, parse, sample_command
+from train.loop import check_folder, claim_folder
 from train.presets import TINY
 
 pytestmark = pytest.mark.cpu
@@ -111,11 +111,29 @@ def test_what_a_continued_run_may_change():
 
 def test_a_folder_keeps_to_one_configuration(tmp_path):
     config = toy.changed(toy.CONFIG, run_dir=str(tmp_path))
-    prepare_folder(config)
-    prepare_folder(toy.changed(config, steps=30))
+    check_folder(config, "a text")
+    claim_folder(config, "a text")
+    longer = toy.changed(config, steps=30)
+    check_folder(longer, "a text")
+    claim_folder(longer, "a text")
     assert configs.load(tmp_path / "config.json").steps == 30
     with pytest.raises(ValueError, match=r"seed: 0 -> 1.*--run-dir"):
-        prepare_folder(toy.changed(config, seed=1))
+        check_folder(toy.changed(config, seed=1), "a text")
+    with pytest.raises(ValueError, match=r"another text.*--run-dir"):
+        check_folder(config, "an edited text")
+
+
+def test_the_command_that_goes_on(monkeypatch):
+    monkeypatch.setenv("TRAIN_COMMAND", "make train STEPS=500 DATA=a.txt")
+    assert command() == "make train STEPS=500 DATA=a.txt"
+    assert command(2500) == "make train STEPS=2500 DATA=a.txt"
+    assert sample_command(Path("runs/tiny-a")) == "make sample RUN=runs/tiny-a"
+    monkeypatch.delenv("TRAIN_COMMAND")
+    monkeypatch.setattr("sys.argv", ["-m", "tiny", "--steps", "5", "--run-dir", "a b"])
+    assert command(7).endswith("-m train tiny --steps 7 --run-dir 'a b'")
+    assert sample_command(Path("a b")).endswith("-m train.sample 'a b'")
+    monkeypatch.setattr("sys.argv", ["-m", "tiny"])
+    assert command(7).endswith("-m train tiny --steps 7")
 
 
 def test_runs_on_other_texts_have_other_folders():

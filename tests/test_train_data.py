@@ -87,7 +87,27 @@ def test_jsonl(tmp_path):
     assert bytes(data.load_text(config)) == "é one\ntwo\n".encode()
 
 
-@pytest.mark.parametrize("line", ["not json", '{"txt": "a"}', '["text"]'])
+def test_jsonl_by_other_names(tmp_path):
+    """With a byte order mark, as some editors write, and endings that mean the same."""
+    for name in ("a.JSONL", "a.ndjson"):
+        (tmp_path / name).write_text('{"text": "one"}\n', encoding="utf-8-sig")
+        assert bytes(data.load_text(toy.changed(CONFIG, file=str(tmp_path / name)))) == b"one\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.jsonl", '{"text": "ö"}'.encode("latin-1"), r"a\.jsonl is not UTF-8"),
+        ("a.txt", b"one\0two", r"a\.txt has zero bytes: it is no text"),
+    ],
+)
+def test_what_is_no_text_is_refused(tmp_path, name, content, message):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError, match=message):
+        data.load_text(toy.changed(CONFIG, file=str(tmp_path / name)))
+
+
+@pytest.mark.parametrize("line", ["not json", '{"txt": "a"}', '["text"]', '{"text": 5}'])
 def test_jsonl_refuses(tmp_path, line):
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "a"}\n' + line + "\n")
@@ -98,7 +118,9 @@ def test_jsonl_refuses(tmp_path, line):
 def test_missing_and_short_files(tmp_path):
     with pytest.raises(ValueError, match="DATA=FILE"):
         data.load_text(toy.changed(CONFIG, file=str(tmp_path / "none.txt")))
-    with pytest.raises(ValueError, match="validation part has 20 of the text's 400 bytes"):
+    with pytest.raises(
+        ValueError, match=r"validation part has 20 of the text's 400 tokens.*about \d+ would do"
+    ):
         data.split(np.zeros(400, np.uint8), CONFIG)
 
 

@@ -64,6 +64,26 @@ def test_a_step_that_is_not_finite_stops_and_nothing_is_lost(tmp_path, monkeypat
     np.testing.assert_array_equal(again.seen[0][1], run.seen[5][1])
 
 
+def test_a_refused_setting_leaves_the_folder_free(tmp_path, monkeypatch):
+    with pytest.raises(ValueError, match="does not fit"):
+        make_run(tmp_path, monkeypatch, mesh__rank=3, seed=1)
+    assert make_run(tmp_path, monkeypatch).train()
+
+
+def test_an_edited_text_is_noticed(tmp_path, monkeypatch):
+    run = make_run(tmp_path, monkeypatch)
+    assert run.train()
+    assert run.reached == 8
+
+    def write(path):
+        path.write_bytes(b"another text " * 500)
+        return path
+
+    monkeypatch.setattr(toy, "write_text", write)
+    with pytest.raises(ValueError, match="holds a run on another text"):
+        make_run(tmp_path, monkeypatch)
+
+
 def test_or_it_is_skipped(tmp_path, monkeypatch):
     run = make_run(tmp_path, monkeypatch, lambda step: step not in (3, 4), nan_guard="skip")
     assert run.train()

@@ -11,6 +11,7 @@ from pathlib import Path
 import jax
 import tyro
 from rich.console import Console
+from rich.text import Text
 
 from train import config as configs
 from train import processes
@@ -54,24 +55,35 @@ def parse(arguments: list[str] | None = None) -> Config:
     )
 
 
-def command() -> str:
-    """Returns the command that goes on with this run."""
+def command(steps: int | None = None) -> str:
+    """Returns the command that goes on with this run, to the same or to another step."""
     typed = [os.path.relpath(sys.executable), "-m", "train", *sys.argv[1:]]
-    return os.environ.get("TRAIN_COMMAND") or shlex.join(typed)
+    line = os.environ.get("TRAIN_COMMAND") or shlex.join(typed)
+    if steps is None:
+        return line
+    changed, found = re.subn(r"(\bSTEPS=|--steps[ =])\d+", rf"\g<1>{steps}", line)
+    return changed if found else f"{line} --steps {steps}"
+
+
+def sample_command(folder: Path) -> str:
+    """Returns the command that writes text from this run."""
+    if os.environ.get("TRAIN_COMMAND", "").startswith("make "):
+        return f"make sample RUN={shlex.quote(str(folder))}"
+    return shlex.join([os.path.relpath(sys.executable), "-m", "train.sample", str(folder)])
 
 
 def main() -> int:
     """Runs the command line; returns its exit status."""
     config = parse()
-    console = Console()
+    console = Console(markup=False, highlight=False, soft_wrap=True)
     try:
         with processes.joined(dead_s=config.dead_s, stall_s=config.stall_s):
             use_devices(config.mesh.cpu_devices)
             if not processes.leads():
                 console.quiet = True
             return train(config, console)
-    except (ValueError, RuntimeError) as error:
-        console.print(f"[red]error:[/red] {error}", highlight=False, soft_wrap=True)
+    except (ValueError, RuntimeError, OSError) as error:
+        console.print(Text.assemble(("error: ", "red"), str(error)))
         return 1
 
 
@@ -80,26 +92,26 @@ def train(config: Config, console: Console) -> int:
     from train.loop import Run  # after the devices are set
     from train.plot import plot
 
-    done = Run(config, console).train()
-    if not done:
+    run = Run(config, console)
+    if run.reached > config.steps:
         console.print(
-            f"stopped and saved; go on with: {command()}", highlight=False, soft_wrap=True
+            f"{config.folder} is at step {run.reached} already: nothing to do for {config.steps} "
+            "steps."
         )
+        return 0
+    if not run.train():
+        console.print(f"stopped and saved; go on with: {command()}")
         return 130
     if not processes.leads():
         return 0
     folder = config.folder
     console.print(
-        f"checkpoint {folder / 'checkpoints'}, log {folder / 'log.jsonl'}, plot {plot(folder)}",
-        highlight=False,
-        soft_wrap=True,
+        f"checkpoint {folder / 'checkpoints'}, log {folder / 'log.jsonl'}, plot {plot(folder)}"
     )
-    if config.steps < config.optimizer.total_steps:
-        console.print(
-            f"The schedule has {config.optimizer.total_steps} steps: run on with make train "
-            f"STEPS={config.optimizer.total_steps}.",
-            highlight=False,
-        )
+    console.print(f"text from it: {sample_command(folder)}")
+    total = config.optimizer.total_steps
+    if config.steps < total:
+        console.print(f"The schedule has {total} steps: run on with: {command(total)}")
     return 0
 
 

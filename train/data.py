@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import subprocess
 import sys
 import tarfile
@@ -45,6 +46,11 @@ def has_ids(config: DataConfig) -> bool:
     return config.file is not None and config.file.endswith(".npy")
 
 
+def is_jsonl(path: Path) -> bool:
+    """Whether the file's name says that it is JSON lines."""
+    return path.suffix.lower() in (".jsonl", ".ndjson")
+
+
 def load_text(config: DataConfig, cache: Path = Path("data")) -> np.ndarray:
     """Returns the whole text: bytes, uint8 [length], or token ids of any integer type.
 
@@ -65,7 +71,9 @@ def load_text(config: DataConfig, cache: Path = Path("data")) -> np.ndarray:
         if has_ids(config):
             return _load_ids(path)
         raw = path.read_bytes()
-        text = join_jsonl(raw, str(path)) if path.suffix == ".jsonl" else raw
+        text = join_jsonl(raw, str(path)) if is_jsonl(path) else raw
+        if b"\0" in text:
+            raise ValueError(f"{path} has zero bytes: it is no text. If it is packed, unpack it.")
     return np.frombuffer(text, np.uint8)
 
 
@@ -89,16 +97,23 @@ def jsonl_texts(raw: bytes, name: str) -> list[str]:
     Raises:
       ValueError: a line has none; the message tells which.
     """
+    try:
+        lines = raw.decode("utf-8-sig").split("\n")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{name} is not UTF-8 ({error}): convert it, as with iconv.") from error
     texts = []
-    for number, line in enumerate(raw.decode("utf-8").split("\n"), 1):
+    for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
         try:
-            texts.append(json.loads(line)["text"])
+            text = json.loads(line)["text"]
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(
                 f'{name}, line {number}: not a JSON object with a "text" field ({error!r}).'
             ) from error
+        if not isinstance(text, str):
+            raise ValueError(f'{name}, line {number}: "text" is {text!r}, and must be a string.')
+        texts.append(text)
     return texts
 
 
@@ -152,9 +167,11 @@ def split(text: np.ndarray, config: DataConfig) -> tuple[np.ndarray, np.ndarray]
     window = config.sequence + 1
     for name, part in zip(("training", "validation"), parts, strict=True):
         if len(part) < window:
+            least = math.ceil(window / min(config.validation_part, 1 - config.validation_part))
             raise ValueError(
-                f"The {name} part has {len(part)} of the text's {len(text)} bytes, less than one "
-                f"window of {window}: use a longer text, or a smaller data.sequence."
+                f"The {name} part has {len(part)} of the text's {len(text)} tokens, less than one "
+                f"window of {window}: a text of about {least} would do, or a smaller "
+                "--data.sequence."
             )
     return parts
 

@@ -26,16 +26,23 @@ from train.sharding import make_group
 from train.source import open_source
 from train.step import Trainer, TrainState
 
+_TEXT = "text.sha256"  # in the run's folder: what it reads
 _MOST_SKIPPED = 20  # steps in a row that are not finite, before even nan_guard="skip" stops
 
 
-def prepare_folder(config: Config) -> None:
-    """Makes the run's folder and saves the configuration there, or checks it against the saved one.
+def check_folder(config: Config, digest: str) -> None:
+    """Makes sure that the run's folder is new, or holds this run.
 
     Raises:
-      ValueError: the folder holds a run of another configuration.
+      ValueError: the folder holds a run of another configuration or on another text.
     """
-    path = config.folder / "config.json"
+    path, text = config.folder / "config.json", config.folder / _TEXT
+    if text.exists() and text.read_text().strip() != digest:
+        raise ValueError(
+            f"{config.folder} holds a run on another text than {config.data.file or 'this'} holds "
+            "now: put the old one back, or give this one a folder of its own (--run-dir DIR, or "
+            "make train RUN=DIR)."
+        )
     if path.exists():
         changes = configs.differences(configs.load(path), config)
         if changes:
@@ -43,9 +50,14 @@ def prepare_folder(config: Config) -> None:
                 f"{config.folder} holds a run of another configuration ({'; '.join(changes)}): "
                 "give this one a folder of its own (--run-dir DIR, or make train RUN=DIR)."
             )
+
+
+def claim_folder(config: Config, digest: str) -> None:
+    """Makes the run's folder, and writes there what `check_folder` reads."""
     config.folder.mkdir(parents=True, exist_ok=True)
     if processes.leads():
-        configs.save(config, path)
+        configs.save(config, config.folder / "config.json")
+        (config.folder / _TEXT).write_text(digest + "\n")
 
 
 def validate(trainer: Trainer, state: TrainState, windows: Batch) -> float:
@@ -113,10 +125,13 @@ class Run:
         with processes.leader_first("the text"):  # one download, into a folder that may be shared
             source = open_source(config)
         self.batches, self.windows = source.batches, source.validation
-        prepare_folder(config)
+        check_folder(config, source.digest)
         self.group = make_group(config.mesh)
         self.trainer = Trainer(config, self.group)
+        # Now that the configuration is known to be good.
         self.checkpoints = Checkpoints(config.folder, config.keep_checkpoints)
+        if self.reached <= config.steps:
+            claim_folder(config, source.digest)
         self.profile = ProfileWindow(config)
         self.skipped = 0  # steps in a row that were not finite
         console.print(
@@ -125,6 +140,11 @@ class Run:
             highlight=False,
             soft_wrap=True,
         )
+
+    @property
+    def reached(self) -> int:
+        """The step of the last checkpoint; 0 without any."""
+        return self.checkpoints.latest or 0
 
     def train(self) -> bool:
         """Trains to `config.steps`; returns False where a signal stopped it before.

@@ -10,14 +10,14 @@ import grain
 import numpy as np
 
 from train.config import DataConfig
-from train.data import Packed, jsonl_texts, load_text, read
+from train.data import Packed, is_jsonl, jsonl_texts, load_text, read
 
 _OPEN = 32  # windows that are still filled; the fullest that has room takes the next piece
 
 
 def read_documents(config: DataConfig) -> list[np.ndarray]:
     """Returns JSONL records, or the blocks of a text between blank lines, each uint8 [length]."""
-    if config.file is not None and config.file.endswith(".jsonl"):
+    if config.file is not None and is_jsonl(Path(config.file)):
         texts = jsonl_texts(Path(config.file).read_bytes(), config.file)
         documents = [text.encode("utf-8") + b"\n" for text in texts]
     else:

@@ -80,11 +80,13 @@ def sample(options: Options) -> str:
     """Returns the prompt and what the model writes after it.
 
     Raises:
-      ValueError: no run, no checkpoint, or an empty prompt.
+      ValueError: no run, no checkpoint, an empty prompt, or no length.
     """
     prompt = np.frombuffer(options.prompt.encode("utf-8"), np.uint8).astype(np.int32)
     if not len(prompt):
         raise ValueError("prompt is empty: give at least one byte to go on from.")
+    if options.length < 1:
+        raise ValueError(f"length={options.length}: must be at least 1 byte.")
     trainer, state = load_run(options.run)
     total = max(len(prompt) + options.length, trainer.config.data.sequence)
     tokens = np.zeros(total, np.int32)
@@ -99,7 +101,7 @@ def main() -> int:
     """Runs the command line; returns its exit status."""
     try:
         print(sample(tyro.cli(Options, prog="python -m train.sample", description=__doc__)))
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     return 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from typing import NamedTuple
 
 import grain
@@ -19,11 +20,13 @@ class Source(NamedTuple):
       batches: training batches for ever; a grain iterator, whose state is a small dict.
       validation: all windows that are scored.
       about: a few words.
+      digest: of what is read, so that a run that goes on can tell whether it is the same.
     """
 
     batches: grain.DatasetIterator
     validation: Batch
     about: str
+    digest: str
 
 
 def open_source(config: Config) -> Source:
@@ -50,6 +53,7 @@ def open_source(config: Config) -> Source:
         data.training_batches(training, config.data, config.seed, dtype),
         data.validation_windows(validation, config.data).astype(dtype, copy=False),
         f"{len(text):,} {'ids' if data.has_ids(config.data) else 'bytes'} of text",
+        _digest(text),
     )
 
 
@@ -65,6 +69,7 @@ def _documents(config: Config, dtype: np.dtype) -> Source:
         packing.training_batches(training, config.data, config.seed),
         Packed(validation.tokens[:few], validation.segments[:few]),
         f"{len(documents):,} documents, {filled:.1%} of the windows filled",
+        _digest(np.concatenate(documents)),
     )
 
 
@@ -76,4 +81,12 @@ def _synthetic(config: Config, dtype: np.dtype) -> Source:
         return random.integers(0, config.model.vocab_size, shape, dtype)
 
     batches = grain.MapDataset.range(1, 2**31).map(draw)
-    return Source(data.read(batches), draw(0), "random tokens")
+    return Source(data.read(batches), draw(0), "random tokens", "random")
+
+
+def _digest(tokens: np.ndarray, part: int = 1 << 25) -> str:
+    """Of the length, and of the first and last 32 Mi tokens: quick for files of any size."""
+    digest = hashlib.sha256(str(len(tokens)).encode())
+    for piece in (tokens[:part], tokens[-part:]):
+        digest.update(np.ascontiguousarray(piece).tobytes())
+    return digest.hexdigest()
