@@ -107,7 +107,7 @@ def test_stopped_killed_and_gone_on_with_to_the_last_bit(whole, text, tmp_path):
     assert losses(tmp_path)[-1][0] in (8, 9)
 
     output = run(tmp_path, text, 0)
-    # Those of steps 4 and 8 are written beside the training: the kill may have come before their end.
+    # Those of steps 4 and 8 are written beside the training: the kill may have come before.
     assert re.search("going on from the checkpoint at step [248]", output)
     assert losses(tmp_path) == losses(whole[0])
     scores = [
