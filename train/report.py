@@ -171,7 +171,7 @@ class Reporter:
         text += f"  {speed:,.0f} tokens/s"
         if "mfu" in record:
             mfu = record["mfu"] * speed / record["tokens_per_s"]
-            text += f"  MFU {mfu:.1%} of {record['peak_tflops']:.0f} TFLOP/s"
+            text += f"  MFU {mfu:.1%} of {record['peak_tflops']:.4g} TFLOP/s"
         if "max_vio" in record:
             text += f"  MaxVio {record['max_vio']:.2f}"
         dropped = np.sum(record.get("layers", {}).get("dropped", 0))
