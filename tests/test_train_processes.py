@@ -96,9 +96,9 @@ def test_the_first_failure_ends_all_and_is_named(monkeypatch, tmp_path, capfd):
     assert re.search(r"this is process 0 of 2 at 127\.0\.0\.1:\d+\n", shown.out)
     assert "this is process 1" not in shown.out
     assert re.search(
-        r"error: process 1 \(pid \d+\) ended with status 3 first; .*/process-1\.log ends:\n"
+        r"error: process 1 \(pid \d+\) ended with status 3; .*/process-1\.log ends:\n"
         r"    this is process 1 of 2 at .*\n    it broke\n"
-        r"then: process 0 \(pid \d+\) was ended by SIGKILL\n",
+        r"the others: process 0 \(pid \d+\) was ended by SIGKILL\n",
         shown.err,
     )
 

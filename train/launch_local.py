@@ -8,6 +8,7 @@ all.
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import shlex
 import signal
@@ -25,9 +26,11 @@ import tyro
 from train import processes
 from train.__main__ import parse
 from train.watch import LOST_PEER
+from train.watcher import SETTLE_S
 
 _POLL_S = 0.1
 _GRACE_S = 20.0  # after a failure, for the others to say what they were waiting for
+_VERDICT_S = 2 * SETTLE_S  # for the watchers of processes that are gone
 _TAIL_LINES = 15
 _TAIL_BYTES = 4096
 
@@ -156,17 +159,32 @@ def follow(log: BinaryIO) -> None:
     sys.stdout.flush()
 
 
+def culprit(workers: list[Worker]) -> Worker | None:
+    """Returns one that failed, if possible not because of another."""
+    failed = [worker for worker in workers if worker.status not in (None, *_GOOD)]
+    return min(failed, key=lambda worker: worker.status in _BECAUSE_OF_OTHERS, default=None)
+
+
 def wait(workers: list[Worker], log: BinaryIO) -> Worker | None:
-    """Waits for all; returns the first that failed, at once where some still run then."""
-    while True:
-        statuses = [worker.status for worker in workers]
+    """Waits for all, after a failure for a while only; returns the one that failed first.
+
+    That one may show late: a stopped process is killed after the others have ended.
+    """
+    first, deadline = None, math.inf
+    while time.monotonic() < deadline:
+        running = any(worker.status is None for worker in workers)
         follow(log)
-        failed = [w for w in workers if w.status not in (None, *_GOOD)]
-        if failed:
-            return min(failed, key=lambda worker: worker.status in _BECAUSE_OF_OTHERS)
-        if None not in statuses:
-            return None
+        if first is None and (first := culprit(workers)):
+            deadline = time.monotonic() + _GRACE_S
+        if not running:
+            break
         time.sleep(_POLL_S)
+    if first is not None:
+        time.sleep(_VERDICT_S)
+        follow(log)
+        if first.status in _BECAUSE_OF_OTHERS:
+            return culprit(workers)
+    return first
 
 
 _STOPPED = 128 + signal.SIGINT
@@ -194,10 +212,10 @@ def signals_passed_on(workers: list[Worker]) -> Iterator[None]:
 
 def report(first: Worker, workers: list[Worker]) -> None:
     """Says which process failed, how its log ends, and what became of the others."""
-    print(f"error: {first} first; {first.log} ends:\n{first.tail()}", file=sys.stderr)
+    print(f"error: {first}; {first.log} ends:\n{first.tail()}", file=sys.stderr)
     others = [str(worker) for worker in workers if worker is not first]
     if others:
-        print(f"then: {'; '.join(others)}", file=sys.stderr)
+        print(f"the others: {'; '.join(others)}", file=sys.stderr)
 
 
 def launch(options: Options, arguments: list[str]) -> int:
@@ -206,10 +224,6 @@ def launch(options: Options, arguments: list[str]) -> int:
     try:
         with signals_passed_on(workers), workers[0].log.open("rb") as log:
             first = wait(workers, log)
-            deadline = time.monotonic() + _GRACE_S
-            while first and time.monotonic() < deadline and any(w.status is None for w in workers):
-                time.sleep(_POLL_S)
-            follow(log)
     finally:
         for worker in workers:
             worker.end()
