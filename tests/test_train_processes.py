@@ -104,13 +104,15 @@ def test_the_first_failure_ends_all_and_is_named(monkeypatch, tmp_path, capfd):
 
 
 DIES_AFTER_STEP = """
-import os, signal
+import os, signal, time
 from train import report
 step = report.Reporter.step
 
 def step_and_die(self, number, *rest):
     step(self, number, *rest)
     if number == {number}:
+        while not os.path.exists({checkpoint!r}):  # written beside the steps
+            time.sleep(0.05)
         os.kill(os.getpid(), signal.SIGKILL)
 
 report.Reporter.step = step_and_die
@@ -126,7 +128,9 @@ def on_hosts(job, number: int, victim: int | None = None) -> tuple[list[int], li
     with hosts.Hosts(number, job.folder) as machines:
         processes, outputs = [], []
         for index in range(number):
-            before = DIES_AFTER_STEP.format(number=15) if index == victim else ""
+            checkpoint = str(job.folder / "hosts" / "checkpoints" / "10")
+            dies = DIES_AFTER_STEP.format(number=15, checkpoint=checkpoint)
+            before = dies if index == victim else ""
             outputs.append(job.folder / f"host{index}.txt")
             environment = {
                 "JAX_COORDINATOR_ADDRESS": f"{machines.addresses[0]}:4000",
