@@ -58,7 +58,12 @@ class Job:
 
     @property
     def environment(self) -> dict[str, str]:
-        return toy.environment(PYTHONPATH=str(self.folder / "modules"), PYTHONUNBUFFERED="1")
+        return toy.environment(
+            PYTHONPATH=str(self.folder / "modules"),
+            PYTHONUNBUFFERED="1",
+            # Serves process 0 of all runs alike; JAX has a key for each process, and writes that's.
+            JAX_COMPILATION_CACHE_DIR=str(self.folder / "cache"),
+        )
 
     def start(self, command: list[str], output: Path, **changes) -> subprocess.Popen:
         """Starts a command; what it prints goes to the file."""
