@@ -20,6 +20,11 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 sys.path.append(str(Path(__file__).parents[1]))
 
 
+def pytest_collection_modifyitems(items):
+    """The longest file first, so that in the end no process is left alone with it."""
+    items.sort(key=lambda item: item.path.stem != "test_train_processes")
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
     """Keeps in one process what shares fixtures and compiled programs: a file, or these files."""
