@@ -270,7 +270,8 @@ auto BindCombine() {
 
 }  // namespace
 
-// Each handler twice: one that XLA may capture into a CUDA graph, one that it may not. _ffi.py picks.
+// Each handler twice: one that XLA may capture into a CUDA graph, one that it may not. _ffi.py
+// picks.
 #define JAX_MOE_CUDA_HANDLER(name, implementation, binding)                                        \
   XLA_FFI_Error* name(XLA_FFI_CallFrame* call_frame) {                                             \
     XLA_FFI_DEFINE_HANDLER(handler, implementation, binding, {ffi::Traits::kCmdBufferCompatible}); \
