@@ -20,9 +20,13 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 sys.path.append(str(Path(__file__).parents[1]))
 
 
+# These files share compiled programs, and so one process where pytest-xdist spreads the tests.
+CASES = ("test_exchange", "test_gradients", "test_plan")
+
+
 def pytest_collection_modifyitems(items):
-    """The longest file first, so that in the end no process is left alone with it."""
-    items.sort(key=lambda item: item.path.stem != "test_train_processes")
+    """What takes longest first, so that in the end no process is left alone with it."""
+    items.sort(key=lambda item: item.path.stem not in (*CASES, "test_train_processes"))
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -33,7 +37,7 @@ def pytest_xdist_make_scheduler(config, log):
     class ByPrograms(LoadScopeScheduling):
         def _split_scope(self, nodeid):
             name = Path(nodeid.partition("::")[0]).stem
-            return "cases" if name in ("test_exchange", "test_gradients", "test_plan") else name
+            return "cases" if name in CASES else name
 
     return ByPrograms(config, log)
 
