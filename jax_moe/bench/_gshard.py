@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-import jax_moe
+from jax_moe.bench._layer_pieces import route, swiglu
 
 if TYPE_CHECKING:
     from jax_moe.bench._layer_columns import Layer
@@ -28,26 +28,20 @@ def gshard(layer: Layer, capacity: int, params, x):
     send, receive = _masks(layer, weights["router"], x, capacity)
     rows = by(0, jnp.einsum("gsec,gsh->egch", send, x))
     rows = rows.reshape(experts, -1, x.shape[-1])
-    rows = _swiglu(rows, weights["gate_up"], weights["down"])
+    rows = swiglu(rows, weights["gate_up"], weights["down"])
     rows = by(1, rows.reshape(experts, devices, capacity, -1))
     y = jnp.einsum("gsec,egch->gsh", receive, rows)
     if layer.shape.num_shared:
-        y = y + _swiglu(x, weights["shared_gate_up"], weights["shared_down"])
+        y = y + swiglu(x, weights["shared_gate_up"], weights["shared_down"])
     return y.reshape(-1, x.shape[-1])
 
 
 def _masks(layer: Layer, router, x, capacity: int):
     """One-hot [G, S, E, C] of every chosen (token, expert), and the same times its gate weight."""
-    logits = jnp.matmul(x.astype(jnp.float32), router, precision=jax.lax.Precision.HIGHEST)
-    routing = jax_moe.route(logits, layer.bias, layer.config)
+    routing = route(layer.config, x, router, layer.bias)
     one_hot = jax.nn.one_hot(routing.expert_ids, layer.shape.experts, dtype=jnp.float32)
     chosen = one_hot.sum(2)
     gates = (one_hot * routing.weights[..., None]).sum(2)
     place = (jnp.cumsum(chosen, axis=1) - chosen).astype(jnp.int32)
     send = chosen[..., None] * jax.nn.one_hot(place, capacity, dtype=jnp.float32)
     return send.astype(x.dtype), (gates[..., None] * send).astype(x.dtype)
-
-
-def _swiglu(x, gate_up, down):
-    gate, up = jnp.split(x @ gate_up, 2, axis=-1)
-    return (jax.nn.silu(gate) * up) @ down

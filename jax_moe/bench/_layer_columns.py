@@ -16,6 +16,7 @@ import jax_moe
 from jax_moe import _grouped_swiglu
 from jax_moe.bench import _columns, _shapes
 from jax_moe.bench._gshard import gshard
+from jax_moe.bench._layer_pieces import route, swiglu
 from jax_moe.bench._local import Local
 from jax_moe.bench._plain import Sizes
 
@@ -181,12 +182,6 @@ def apply(layer: Layer, way: Any, engine: str | None, params, x):
     return y + shared(weights, x) if layer.shape.num_shared else y
 
 
-def route(config, x, router, bias) -> jax_moe.Routing:
-    """The router on one device, in float32."""
-    logits = jnp.matmul(x.astype(jnp.float32), router, precision=jax.lax.Precision.HIGHEST)
-    return jax_moe.route(logits, bias, config)
-
-
 def experts(layer: Layer, engine, rows, row_s, gate_up, down, sizes):
     """The routed experts on one device."""
     return _grouped_swiglu.grouped_swiglu(
@@ -196,5 +191,4 @@ def experts(layer: Layer, engine, rows, row_s, gate_up, down, sizes):
 
 def shared(weights, x):
     """The shared experts."""
-    gate, up = jnp.split(x @ weights["shared_gate_up"], 2, axis=-1)
-    return (jax.nn.silu(gate) * up) @ weights["shared_down"]
+    return swiglu(x, weights["shared_gate_up"], weights["shared_down"])

@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from jax_moe.bench import _layer_columns
+from jax_moe.bench import _layer_columns, _layer_pieces
 from jax_moe.bench._layer_columns import Layer
 
 # What is inside the timed region of each part.
@@ -45,7 +45,7 @@ def make_parts(layer: Layer, way: Any, engine) -> dict[str, Callable[[], Any]]:
         return functools.partial(program, *operands)
 
     def route(x, router, bias):
-        routing = _layer_columns.route(config, x, router, bias)
+        routing = _layer_pieces.route(config, x, router, bias)
         return routing.weights, routing.expert_ids
 
     def router_part(x, router, bias, d_weights):

@@ -138,10 +138,10 @@ def _setting_lines(outcome: Outcome, setting: Setting) -> Iterator[str]:
     yield f"| ms | {' | '.join(measures)} |"
     yield f"| --- |{' ---: |' * len(measures)}"
     for column in dict.fromkeys(r.column for r in records):
-        cells = {r.measure: f"{_ms(r.median_us)} ± {_ms(r.deviation_us)}" for r in records
+        cells = {r.measure: f"{ms(r.median_us)} ± {ms(r.deviation_us)}" for r in records
                  if r.column == column}  # fmt: skip
         yield f"| {column} | {' | '.join(cells[m] for m in measures)} |"
-    floor = " | ".join(_ms(setting.floor_us[m]) for m in measures)
+    floor = " | ".join(ms(setting.floor_us[m]) for m in measures)
     yield f"| floor: necessary bytes at {setting.copy_gb_per_s:.1f} GB/s of copy | {floor} |"
     ours = {r.measure: r.median_us for r in records if r.column == our_column(records)}
     if ours:
@@ -162,7 +162,7 @@ def _byte_lines(records: list[Record]) -> Iterator[str]:
         yield (
             f"| {r.column}, {r.measure} | {_mb(r.link_bytes)} | {_mb(r.temp_bytes)} | "
             f"{_mb(r.output_bytes)} | {_mb(r.own_bytes)} | {_mb(r.peak_bytes)} | "
-            f"{_ms(r.mean_us)} ± {_ms(r.deviation_us)} |"
+            f"{ms(r.mean_us)} ± {ms(r.deviation_us)} |"
         )
 
 
@@ -193,7 +193,8 @@ def _of(outcome: Outcome, setting: Setting) -> list[Record]:
     ]
 
 
-def _ms(microseconds: float) -> str:
+def ms(microseconds: float) -> str:
+    """Microseconds as milliseconds, three digits."""
     return f"{microseconds / 1000:.3g}" if microseconds < 1e5 else f"{microseconds / 1000:.0f}"
 
 

@@ -24,6 +24,7 @@ from jax_moe.bench import _environment, _layer_columns, _shapes
 from jax_moe.bench._clock import Preparation, time_in_turns
 from jax_moe.bench._layer_parts import PARTS, make_parts
 from jax_moe.bench._programs import pool_bytes
+from jax_moe.bench._report import ms
 
 # Allowed difference of outputs and gradients, relative to the largest value: other orders of
 # summation, and in bfloat16 other roundings between the steps.
@@ -179,8 +180,8 @@ def _lines(facts: dict[str, Any], records: list[Record], conditions) -> Iterator
     whole = [r for r in records if r.column != "part"]
     for r in whole:
         yield (
-            f"| {r.column} | {_layer_columns.title(r.column)} | {_ms(r.median_us)} ± "
-            f"{_ms(r.deviation_us)} | {r.median_us / whole[0].median_us:.2f} | {r.tflops:.3g} | "
+            f"| {r.column} | {_layer_columns.title(r.column)} | {ms(r.median_us)} ± "
+            f"{ms(r.deviation_us)} | {r.median_us / whole[0].median_us:.2f} | {r.tflops:.3g} | "
             f"{(r.peak_bytes or 0) / 1e6:.0f} | {r.repetitions} |"
         )
     if parts := [r for r in records if r.column == "part"]:
@@ -189,16 +190,12 @@ def _lines(facts: dict[str, Any], records: list[Record], conditions) -> Iterator
         yield "| --- | --- | ---: | ---: | ---: |"
         total = sum(r.median_us for r in parts)
         for r in parts:
-            share = f"{_ms(r.median_us)} | {r.median_us / total:.1%} | {r.repetitions}"
+            share = f"{ms(r.median_us)} | {r.median_us / total:.1%} | {r.repetitions}"
             yield f"| {r.measure} | {PARTS[r.measure]} | {share} |"
-        yield f"| sum | | {_ms(total)} | | |"
+        yield f"| sum | | {ms(total)} | | |"
     for name, why in facts["skipped"].items():
         yield ""
         yield f"Not run: {name}: {why.rstrip('.')}."
-
-
-def _ms(microseconds: float) -> str:
-    return f"{microseconds / 1e3:.3g}"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
