@@ -11,7 +11,16 @@ import pytest
 
 import jax_moe
 from jax_moe.bench import __main__ as command_line
-from jax_moe.bench import _check, _clock, _columns, _problem, _programs, _ragged_all_to_all, _shapes
+from jax_moe.bench import (
+    _check,
+    _clock,
+    _columns,
+    _problem,
+    _programs,
+    _ragged_all_to_all,
+    _run,
+    _shapes,
+)
 from jax_moe.bench._traffic import Traffic
 
 SHAPE = _shapes.Shape("test", tokens=24, hidden=16, experts=8, top_k=3, ranks=4)
@@ -57,7 +66,7 @@ def bfloat16(group):
 
 def test_command_line_verifies_times_and_reports(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(_shapes.SHAPES, "test", SHAPE)
-    measures = ("plan+dispatch+combine", "plan", "forward+backward")
+    measures = ("plan+dispatch+combine", "plan+dispatch", "forward+backward")
     columns = ["cpu", "all_gather"]
     every = ",".join([*columns, *ELSEWHERE])
     out = [tmp_path / "out.json", tmp_path / "out.md"]
@@ -214,9 +223,21 @@ def test_traffic_by_hand():
     assert traffic.link("all_gather")["combine"] == 200
     assert traffic.link("all_to_all")["plan+dispatch+combine"] == 2 * 400
     assert traffic.link("xla")["forward+backward"] == 4 * 200
-    # Rank 0 reads two tokens and writes six rows; with packets, four of them pass through it.
+    # Rank 0 reads two tokens and writes six rows; two packets come to it, and one back.
     assert traffic.necessary(packets=False)["dispatch"] == 200 + 600
-    assert traffic.necessary(packets=True)["dispatch"] == 200 + 600 + 2 * 400
+    assert traffic.necessary(packets=True)["dispatch"] == 200 + 600 + 2 * 200
+    assert traffic.necessary(packets=True)["combine"] == 200 + 600 + 2 * 100
+
+
+def test_copies_that_set_the_floor(bfloat16, monkeypatch):
+    monkeypatch.setitem(_run.COPY_BYTES, "cpu", 4096)
+    (copy, add_one), copied = _run._copies(bfloat16.problem, calls=3)
+    assert copied == 3 * 2 * 4096
+    source = np.asarray(copy())
+    assert source.nbytes == 4096 * SHAPE.ranks
+    assert np.unique(source).size > source.size // 2, "random, as what the columns move"
+    np.testing.assert_array_equal(np.asarray(add_one()), source + 1)
+    np.testing.assert_array_equal(np.asarray(copy()), source)
 
 
 def test_programs_take_turns(group, monkeypatch):

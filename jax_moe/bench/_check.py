@@ -74,12 +74,14 @@ class Expected:
 
         rows, row_s = dispatch(inputs.x, inputs.s, plan.sources)
         y = summed(rows, row_s)
+        dispatched = (copied("rows", rows), copied("rows", row_s))
         d_rows, d_row_s = dispatch(inputs.dy, inputs.ds, plan.sources)
         return {
             "plan+dispatch+combine": (y, copied("rows", row_s)),
             "dispatch+combine": (y, copied("rows", row_s)),
             "plan": (),  # shows in what dispatch and combine make of it
-            "dispatch": (copied("rows", rows), copied("rows", row_s)),
+            "plan+dispatch": dispatched,
+            "dispatch": dispatched,
             "combine": (summed(inputs.rows, inputs.row_s),),
             "forward+backward": (
                 y,

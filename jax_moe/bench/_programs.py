@@ -18,6 +18,7 @@ from jax_moe.bench._problem import Problem
 MEASURES = {
     "plan+dispatch+combine": "expert ids and tokens in, summed tokens out, one program",
     "dispatch+combine": "the same with the plan (a baseline's sorting) given",
+    "plan+dispatch": "expert ids and tokens in, expert rows out, one program",
     "plan": "all that depends on the expert ids alone; a baseline's sorting",
     "dispatch": "tokens to expert rows, the plan given",
     "combine": "expert rows to summed tokens, the plan given",
@@ -72,6 +73,9 @@ def functions(way: Any) -> dict[str, tuple[Callable, tuple[str, ...]]]:
             lambda ids, x, s: exchange(x, s, way.prepare(ids)), ("ids", "x", "s"),
         ),
         "dispatch+combine": (exchange, ("x", "s", "state")),
+        "plan+dispatch": (
+            lambda ids, x, s: way.dispatch(x, s, way.prepare(ids)), ("ids", "x", "s"),
+        ),
         "plan": (way.prepare, ("ids",)),
         "dispatch": (way.dispatch, ("x", "s", "state")),
         "combine": (

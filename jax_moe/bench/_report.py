@@ -140,7 +140,7 @@ def _setting_lines(outcome: Outcome, setting: Setting) -> Iterator[str]:
     for column in dict.fromkeys(r.column for r in records):
         cells = {r.measure: f"{ms(r.median_us)} ± {ms(r.deviation_us)}" for r in records
                  if r.column == column}  # fmt: skip
-        yield f"| {column} | {' | '.join(cells[m] for m in measures)} |"
+        yield f"| {column} | {' | '.join(cells.get(m, '-') for m in measures)} |"
     floor = " | ".join(ms(setting.floor_us[m]) for m in measures)
     yield f"| floor: necessary bytes at {setting.copy_gb_per_s:.1f} GB/s of copy | {floor} |"
     ours = {r.measure: r.median_us for r in records if r.column == our_column(records)}

@@ -173,7 +173,7 @@ def _verified(compiled, placed, expected: Expected) -> list[_programs.Program]:
 
 
 def _measure(options, problem, ids, programs, prepare, until) -> tuple[Setting, list[Record]]:
-    copies, copied = _copies(problem)
+    copies, copied = _copies(problem, options.calls)
     timed = [*copies, *(program.run_repeated for program in programs)]
     times = time_in_turns(timed, prepare, until=until, most=options.repetitions)
     copy_us = min(taken.summary["median_us"] for taken in times[: len(copies)])
@@ -221,15 +221,17 @@ def _record(problem, program, taken: Times, traffic: Traffic) -> Record:
     )
 
 
-def _copies(problem) -> tuple[list[Callable[[], Any]], int]:
+def _copies(problem, calls: int) -> tuple[list[Callable[[], Any]], int]:
     """Plain copies on every device at once, and the bytes that one device reads and writes by each.
 
-    One is a copy, the other an addition of 1, as a copy inside a CUDA graph is not the fastest.
-    They write into memory that is there already: fresh memory costs page faults on CPU.
+    One copies, the other adds 1, as a copy by the driver is not always the fastest. Each is called
+    as often in a timed region as a column is, so that starting it weighs as little. They write
+    into memory that is there already: fresh memory costs page faults on CPU.
     """
     platform = problem.group.devices[0].platform
     size = COPY_BYTES.get(platform, COPY_BYTES["gpu"])
-    words = np.zeros((problem.group.num_ranks, size // problem.group.virtual_ranks // 4, 1), "f4")
+    shape = (problem.group.num_ranks, size // problem.group.virtual_ranks // 4, 1)
+    words = _problem.random_values(np.random.default_rng(0), shape)
 
     def program(function):
         source, held = problem.place(words), [problem.place(words)]
@@ -237,9 +239,10 @@ def _copies(problem) -> tuple[list[Callable[[], Any]], int]:
         compiled = compiled.lower(held[0], source).compile()
 
         def run():
-            held.append(compiled(held.pop(), source))
+            for _ in range(calls):
+                held.append(compiled(held.pop(), source))
             return held[0]
 
         return run
 
-    return [program(jnp.copy), program(lambda a: a + 1)], 2 * size
+    return [program(jnp.copy), program(lambda a: a + 1)], 2 * size * calls

@@ -51,6 +51,7 @@ class Traffic:
             "combine": combine,
             "dispatch+combine": dispatch + combine,
             "plan+dispatch+combine": dispatch + combine,
+            "plan+dispatch": dispatch,
             "forward+backward": 2 * (dispatch + combine),
         }
 
@@ -58,19 +59,20 @@ class Traffic:
         """Bytes that one rank must read and write: tokens and rows once each.
 
         Args:
-          packets: count each packet, one per (token, destination rank), as written and read once,
-            as on GPUs where it crosses a link.
+          packets: count each packet to another rank, one per (token, destination rank), as
+            written into that rank's memory and read there, as on GPUs.
         """
-        tokens = self.tokens * self.row_bytes
-        rows = self.rows.sum(0) * self.row_bytes
-        crossing = 2 * self.packets.sum(0) * self.row_bytes if packets else 0
-        once = int((tokens + rows + crossing).max())
+        here = self.tokens + self.rows.sum(0)  # tokens and rows of a rank
+        passing = 2 * (self.packets - np.diag(np.diag(self.packets))) * packets
+        dispatch = int((here + passing.sum(0)).max()) * self.row_bytes
+        combine = int((here + passing.sum(1)).max()) * self.row_bytes  # they go back
         ids = self.tokens * self.top_k * SCALAR_BYTES
         return {
             "plan": 2 * ids,  # at least: the ids in, the positions out
-            "dispatch": once,
-            "combine": once,
-            "dispatch+combine": 2 * once,
-            "plan+dispatch+combine": 2 * once + 2 * ids,
-            "forward+backward": 4 * once + 2 * ids,
+            "dispatch": dispatch,
+            "combine": combine,
+            "dispatch+combine": dispatch + combine,
+            "plan+dispatch+combine": dispatch + combine + 2 * ids,
+            "plan+dispatch": dispatch + 2 * ids,
+            "forward+backward": 2 * (dispatch + combine) + 2 * ids,
         }
