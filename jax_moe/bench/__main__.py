@@ -12,8 +12,8 @@ from jax_moe.bench import _columns, _environment, _report, _run
 from jax_moe.bench._programs import MEASURES
 from jax_moe.bench._shapes import ROUTINGS, SHAPES
 
-# The specification is checked against, but too slow to be a column of its own.
-DEFAULT_COLUMNS = tuple(name for name in _columns.NAMES if name != "reference")
+# The specification is too slow to be a column of its own; DeepEP is of another library.
+DEFAULT_COLUMNS = tuple(name for name in _columns.NAMES if name not in ("reference", "deepep"))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -30,11 +30,16 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--columns", type=_columns_of, default=DEFAULT_COLUMNS,
-        help='comma-separated; "ptx:N" is ptx with N SMs that send to other GPUs',
+        help='comma-separated; "ptx:N" is ptx with N SMs that send to other GPUs, "deepep:N" '
+        "DeepEP V1 with N SMs, if PyTorch and tokenspeed_deepep are installed",
     )  # fmt: skip
     parser.add_argument("--measures", type=_choices(tuple(MEASURES)), default=tuple(MEASURES))
     parser.add_argument("--devices", type=int, help="devices to use (on CPU, to make)")
     parser.add_argument("--virtual-ranks", type=int, default=1, help="ranks of each device")
+    parser.add_argument(
+        "--share-gpus", action="store_true",
+        help="DeepEP's processes share GPUs where these have virtual ranks",
+    )  # fmt: skip
     parser.add_argument(
         "--capacity-factor", type=float,
         help="rows of a rank as a multiple of the balanced load; by default just what the ids "
@@ -97,6 +102,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             virtual_ranks=args.virtual_ranks,
             calls=args.calls or (1 if devices[0].platform == "cpu" else 10),
             seed=args.seed,
+            share_gpus=args.share_gpus,
         ),
         devices,
     )

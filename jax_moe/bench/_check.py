@@ -104,22 +104,34 @@ class Expected:
         for i, (got, want) in enumerate(zip(jax.tree.leaves(results), wanted, strict=True)):
             where = f"{program.column.name}, {program.measure}, result {i}"
             for shard in got.addressable_shards:
-                self._check_shard(
+                self._check_part(
                     f"{where}, device {shard.device.id}",
                     np.asarray(shard.data),
-                    *(a.reshape(-1, *a.shape[2:])[shard.index[0]] for a in want[1:]),
-                    real=self._real[shard.index[0]] if want.kind == "rows" else None,
-                    tolerance=self._tolerance(want.kind, program),
+                    want,
+                    shard.index[0],
+                    exact=program.column.ours,
                 )
 
-    def _tolerance(self, kind: str, program: Program) -> float:
-        """Relative to the terms' magnitude; 0 asks for the same bits."""
-        exact = kind != "sum" or program.column.ours
-        return 0.0 if exact else SUM_TOLERANCE[self.problem.dtype]
+    def check_rank(self, column: str, measure: str, rank: int, results: list[np.ndarray]) -> None:
+        """Compares what one rank of another library got with the specified results.
 
-    @staticmethod
-    def _check_shard(where: str, have, need, magnitude, *, real, tolerance: float) -> None:
-        if real is not None:  # past the real rows anything is allowed
+        Raises:
+          WrongResult: they differ by more than a column that is not ours may.
+        """
+        for i, (got, want) in enumerate(zip(results, self._results[measure], strict=True)):
+            part = slice(rank * want.array.shape[1], (rank + 1) * want.array.shape[1])
+            where = f"{column}, {measure}, result {i}, rank {rank}"
+            self._check_part(where, got, want, part, exact=False)
+
+    def _check_part(self, where: str, have, want: Wanted, part: slice, *, exact: bool) -> None:
+        """Compares some ranks' result; `exact` asks for the same bits of sums too."""
+        need, magnitude = (a.reshape(-1, *a.shape[2:])[part] for a in want[1:])
+        if have.shape != need.shape:
+            raise WrongResult(f"{where}: shape {have.shape}, must be {need.shape}.")
+        exact = exact or want.kind != "sum"
+        tolerance = 0.0 if exact else SUM_TOLERANCE[self.problem.dtype]
+        if want.kind == "rows":  # past the real rows anything is allowed
+            real = self._real[part]
             have, need, magnitude = have[real], need[real], magnitude[real]
         if not tolerance:
             wrong = _bits(have) != _bits(need)

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax_moe
 from jax_moe import _implementation
+from jax_moe.bench import _deepep
 from jax_moe.bench._all_gather import AllGather
 from jax_moe.bench._all_to_all import AllToAll
 from jax_moe.bench._plain import Sizes
@@ -18,7 +19,7 @@ PLAIN = {
     "all_to_all": AllToAll,
     "ragged_all_to_all": RaggedAllToAll,
 }
-NAMES = (*OURS, *PLAIN)
+NAMES = (*OURS, *PLAIN, _deepep.KIND)
 
 _TITLES = {
     "all_gather": "all_gather + sort + gather; scatter-add (in the payload's type) + psum_scatter",
@@ -87,6 +88,8 @@ class Column:
 def title(name: str) -> str:
     """What a column is, in words."""
     kind, _, link_sms = name.partition(":")
+    if kind == _deepep.KIND:
+        return _deepep.title(name)
     ours = f'jax_moe, implementation="{kind}"' + f", {link_sms} link SMs" * bool(link_sms)
     return _TITLES.get(kind, ours)
 
@@ -97,9 +100,13 @@ def check_name(name: str) -> str:
     Raises:
       ValueError: no column is called so.
     """
-    kind, colon, link_sms = name.partition(":")
-    if kind not in NAMES or (colon and not (kind == "ptx" and link_sms.isdecimal())):
-        raise ValueError(f'column {name!r}: must be one of {", ".join(NAMES)} or "ptx:N".')
+    kind, colon, sms = name.partition(":")
+    if kind not in NAMES or (colon and not (kind in ("ptx", _deepep.KIND) and sms.isdecimal())):
+        raise ValueError(
+            f'column {name!r}: must be one of {", ".join(NAMES)}, "ptx:N" or "deepep:N".'
+        )
+    if kind == _deepep.KIND and _deepep.sms(name) % 2:
+        raise ValueError(f"column {name!r}: DeepEP takes an even number of SMs.")
     return name
 
 

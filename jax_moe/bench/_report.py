@@ -147,6 +147,12 @@ def _setting_lines(outcome: Outcome, setting: Setting) -> Iterator[str]:
     if ours:
         shares = " | ".join(f"{setting.floor_us[m] / ours[m]:.0%}" for m in measures)
         yield f"| {our_column(records)}, floor / time | {shares} |"
+    if bare := [r for r in records if r.measure not in measures]:
+        yield ""
+        yield "| ms | | |"
+        yield "| --- | --- | ---: |"
+        for r in bare:
+            yield f"| {r.column} | {r.measure} | {ms(r.median_us)} ± {ms(r.deviation_us)} |"
     yield ""
     yield from _byte_lines(records)
 

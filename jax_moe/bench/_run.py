@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 
 import jax_moe
-from jax_moe.bench import _columns, _problem, _programs, _shapes
-from jax_moe.bench._check import Expected
+from jax_moe.bench import _columns, _deepep, _problem, _programs, _shapes
+from jax_moe.bench._check import Expected, WrongResult
 from jax_moe.bench._clock import Preparation, Times, time_in_turns
 from jax_moe.bench._traffic import Traffic
 
@@ -38,6 +38,7 @@ class Options:
     virtual_ranks: int = 1
     calls: int = 1
     seed: int = 0
+    share_gpus: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,11 +116,13 @@ def run(options: Options, devices, say: Callable[[str], None] | None = None) -> 
             if compiled is None:  # for every routing, as the capacity is one
                 compiled = _compiled_columns(options, problem, placed, skipped, say)
             until = _share(dtype_end, len(options.routings) - j)
-            programs = _verified(compiled, placed, Expected(problem, inputs))
+            expected = Expected(problem, inputs)
+            programs = _verified(compiled, placed, expected)
             setting, found = _measure(options, problem, ids[routing], programs, prepare, until)
             settings.append(setting)
             records.extend(found)
             del programs, placed  # make room for the next setting's
+            records.extend(_deepep_records(options, problem, inputs, expected, skipped))
             say(f"{dtype}, {routing}: verified and timed")
     return Outcome(options, group.num_ranks, prepare.words, settings, records, skipped)
 
@@ -149,6 +152,8 @@ def _compiled_columns(options, problem, placed, skipped, say) -> list[_programs.
     """The columns that can run here; the others go to `skipped`."""
     compiled = []
     for name in options.columns:
+        if name.startswith(_deepep.KIND):
+            continue
         try:
             column = _columns.make(name, problem.group, problem.sizes, options.tail)
         except NotImplementedError as why:
@@ -178,19 +183,13 @@ def _measure(options, problem, ids, programs, prepare, until) -> tuple[Setting, 
     times = time_in_turns(timed, prepare, until=until, most=options.repetitions)
     copy_us = min(taken.summary["median_us"] for taken in times[: len(copies)])
     bandwidth = copied / (copy_us * 1e-6)
-    shape = problem.shape
-    traffic = Traffic(
-        ids,
-        experts=shape.experts,
-        capacity=problem.capacity,
-        row_bytes=shape.hidden * jnp.dtype(problem.dtype).itemsize,
-    )
+    traffic = _traffic(problem, ids)
     on_cpu = problem.group.devices[0].platform == "cpu"
     necessary = traffic.necessary(packets=not on_cpu)
     setting = Setting(
         routing=problem.routing,
         dtype=problem.dtype,
-        max_violation=_shapes.max_violation(ids, shape.experts),
+        max_violation=_shapes.max_violation(ids, problem.shape.experts),
         capacity=problem.capacity,
         rows=int(traffic.rows.sum(0).max()),
         copy_gb_per_s=bandwidth / 1e9,
@@ -203,6 +202,57 @@ def _measure(options, problem, ids, programs, prepare, until) -> tuple[Setting, 
         for program, taken in zip(programs, times[len(copies) :], strict=True)
     ]
     return setting, records
+
+
+def _traffic(problem, ids) -> Traffic:
+    return Traffic(
+        ids,
+        experts=problem.shape.experts,
+        capacity=problem.capacity,
+        row_bytes=problem.shape.hidden * jnp.dtype(problem.dtype).itemsize,
+    )
+
+
+def _deepep_records(options, problem, inputs, expected, skipped) -> list[Record]:
+    """DeepEP's columns in this setting; if they cannot run here or fail, `skipped` says why."""
+    names = []
+    for name in options.columns:
+        if name.startswith(_deepep.KIND):
+            why = _deepep.obstacle(name, problem.group, problem.dtype, options.share_gpus)
+            skipped |= {name: why} if why else {}
+            names += [] if why else [name]
+    if not names:
+        return []
+    try:
+        outcome = _deepep.run(
+            names,
+            problem,
+            inputs,
+            expected.check_rank,
+            measures=options.measures,
+            calls=options.calls,
+            repetitions=options.repetitions,
+        )
+    except (_deepep.Failed, WrongResult) as error:
+        setting = f"{problem.dtype}, {problem.routing} routing"
+        skipped |= {f"{name}, {setting}": str(error) for name in names}
+        return []
+    link = _traffic(problem, inputs.ids).link(_deepep.KIND)
+    return [
+        Record(
+            routing=problem.routing,
+            dtype=problem.dtype,
+            column=name,
+            measure=measure,
+            calls=options.calls,
+            link_bytes=link[measure.removeprefix("bare ")],
+            temp_bytes=outcome.memory[name, measure]["temp"],
+            output_bytes=outcome.memory[name, measure]["output"],
+            own_bytes=outcome.own_bytes[name],
+            **Times(seconds).per_call(options.calls).summary,
+        )
+        for (name, measure), seconds in outcome.seconds.items()
+    ]
 
 
 def _record(problem, program, taken: Times, traffic: Traffic) -> Record:

@@ -39,6 +39,7 @@ class Traffic:
         dispatch, combine = {
             "cpu": (rows_in, rows_back),  # each row is read where it lies
             "ptx": (packets_in, packets_back),
+            "deepep": (packets_in, packets_back),
             "xla": (gathered, gathered),
             "reference": (gathered, (self.ranks - 1) * self.capacity * self.row_bytes),
             "all_gather": (gathered, gathered),
