@@ -73,6 +73,9 @@ def test_gpus_are_shared_out(monkeypatch):
     assert shared_out(2, "") == ["0", "1"]
     assert shared_out(2, "5,3,2") == ["5", "3"]
     assert shared_out(2, "5", "0", "0") == ["0", "0"]
+    assert [launch_local.shared(given) for given in (["0", "1"], ["0", "0"], ["0,1", "2,1"])] == [
+        False, True, True,
+    ]  # fmt: skip
     with pytest.raises(ValueError, match="fewer GPUs"):
         shared_out(2, "5")
 

@@ -78,6 +78,12 @@ def gpus(options: Options) -> list[str]:
     return visible[: options.processes]
 
 
+def shared(visible: list[str]) -> bool:
+    """Whether a GPU is named twice."""
+    names = [name for entry in visible for name in entry.split(",")]
+    return len(set(names)) < len(names)
+
+
 class Worker:
     """One process of the run and its log.
 
@@ -145,9 +151,10 @@ def start(options: Options, arguments: list[str], folder: Path) -> list[Worker]:
     }
     typed = [os.path.relpath(sys.executable), "-m", "train.launch_local", *sys.argv[1:]]
     environment.setdefault("TRAIN_COMMAND", shlex.join(typed))
-    workers = []
-    for index, visible in enumerate(gpus(options)):
-        own = {processes.INDEX: str(index), "CUDA_VISIBLE_DEVICES": visible}
+    workers, visible = [], gpus(options)
+    for index, names in enumerate(visible):
+        own = {processes.INDEX: str(index), "CUDA_VISIBLE_DEVICES": names}
+        own |= processes.sharing_a_gpu(index) if shared(visible) else {}
         log = folder / f"process-{index}.log"
         workers.append(Worker(index, arguments, environment | own, log))
     return workers

@@ -17,6 +17,14 @@ from train.watch import Watch
 
 # What a launcher that JAX does not know sets, as train.launch_local does.
 ADDRESS, COUNT, INDEX = "JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"
+# What lets XLA's collectives run between two processes on one GPU. NCCL refuses them on one host,
+# so they look like two hosts to it, and talk over the loopback interface. {} is the process.
+SHARING_A_GPU = {
+    "NCCL_HOSTID": "process{}",
+    "NCCL_SOCKET_IFNAME": "lo",
+    "NCCL_IB_DISABLE": "1",
+    "NCCL_MNNVL_ENABLE": "0",
+}
 _NO_LAUNCHER = "coordinator_address should be defined."
 
 _watch: Watch | None = None  # of the one run that a process can be part of
@@ -52,6 +60,11 @@ def join() -> None:
                 f"{COUNT}, {INDEX} or {ADDRESS} is set, but JAX detects no launcher: set all "
                 "three (python -m train.launch_local does), or see docs/launch.md."
             ) from error
+
+
+def sharing_a_gpu(process: int) -> dict[str, str]:
+    """The environment of a process that shares its GPU with another one of the run."""
+    return {name: value.format(process) for name, value in SHARING_A_GPU.items()}
 
 
 def count() -> int:

@@ -6,6 +6,13 @@ The slow ones under sanitizers run with SHARD=sanitizers, and only then.
 import os
 
 import pytest
+from process_world import World
+
+
+@pytest.fixture
+def world(request) -> World:
+    """What a fixture that `process_world.worlds` names gives."""
+    return request.getfixturevalue(request.param)
 
 
 def pytest_collection_modifyitems(config, items):

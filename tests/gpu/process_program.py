@@ -1,9 +1,10 @@
 """One of two processes that share a group on GPUs; run by test_gpu_processes.py.
 
 Arguments: number of this process, the coordinator's port, the GPU to use (-1: all that it sees),
-what to do ("all", or "first" for the first exchange). Prints a line of JSON after each step; what
-else it prints is the log. The steps are the same in both processes. Without GPUs it does what it
-can.
+what to do: "first" (the first exchange), "all" (exchanges, soak, faults), "suite" (each case of the
+suite that two processes can share, and replayed graphs) or "collectives" (XLA's own in the same
+program). Prints a line of JSON after each step; what else it prints is the log. The steps are the
+same in both processes. Without GPUs it does what it can.
 """
 
 import dataclasses
@@ -28,11 +29,13 @@ import runs  # noqa: E402
 import test_gpu_soak as soak  # noqa: E402
 
 import jax_moe  # noqa: E402
+from jax_moe import _ffi  # noqa: E402
 
 START = time.monotonic()
 PROCESS, PORT, GPU, WHAT = int(sys.argv[1]), sys.argv[2], int(sys.argv[3]), sys.argv[4]
 SHARED_GPU = os.environ.get("SHARED_GPU") == "1"
 SOAK_STEPS = int(os.environ.get("JAX_MOE_SOAK_STEPS", "300"))
+KILLS = os.environ.get("JAX_MOE_KILLS", "1") != "0"
 TIMEOUT_S = 25.0  # so that what goes wrong is told before the test gives up
 DEADLINE_S = 2.0
 
@@ -52,6 +55,23 @@ CASES = (
         tail="undefined",
     ),
 )  # fmt: skip
+
+
+# Every case of the suite whose ranks two processes can share evenly: V from 1 to 32.
+SUITE = tuple(
+    case.on_devices(2)
+    for case in (*map(on_gpus.on_gpus, cases.CASES), *on_gpus.LARGER)
+    if case.ranks % 2 == 0
+)
+# The same program with other routing each.
+REPLAYED = tuple(
+    cases.Case(
+        f"replayed_{routing}", tokens=24, experts=16, topk=4, hidden=128, mesh=PAIR,
+        virtual_ranks=2, num_nodes=2, dtype="bfloat16", routing=routing,
+    )
+    for routing in ("uniform", "skewed", "repeats", "uneven", "quiet", "invalid")
+)  # fmt: skip
+REPLAYS = 30
 
 
 def say(step: str, **values) -> None:
@@ -164,12 +184,40 @@ def soaks() -> Soak:
     start = time.monotonic()
     say("soak", steps=SOAK_STEPS, wrong=free.wrong(SOAK_STEPS),
         seconds=round(time.monotonic() - start, 1))  # fmt: skip
-    if not SHARED_GPU:  # NCCL takes one process a GPU
-        beside = Soak(1, collective=True)
-        say("soak beside collectives", steps=SOAK_STEPS, wrong=beside.wrong(SOAK_STEPS))
-        beside.group.check()
     free.group.check()
     return free
+
+
+def every_case() -> None:
+    for case in SUITE:
+        Exchange(case).check()
+        say("case", case=case.name)
+    say("every case", count=len(SUITE), virtual_ranks=sorted({c.virtual_ranks for c in SUITE}))
+
+
+def replays() -> None:
+    """One program with changing operands, which XLA captures into a graph if its flags say so."""
+    exchanges = [Exchange(case) for case in REPLAYED]
+    before = launches(exchanges[0])
+    for i in range(REPLAYS):
+        exchange = exchanges[i % len(exchanges)]
+        exchange.function = exchanges[0].function
+        exchange.check()
+    # Plan, dispatch, combine and the VJPs of the last two.
+    say("replayed", calls=5 * REPLAYS, launches=launches(exchanges[0]) - before)
+
+
+def launches(exchange: Exchange) -> int:
+    return _ffi.cuda.num_launches(exchange.at.group.key)
+
+
+def beside_collectives() -> None:
+    wrong = {}
+    for virtual in (1, 4):
+        beside = Soak(virtual, collective=True)
+        wrong[virtual] = beside.wrong(SOAK_STEPS)
+        beside.group.check()
+    say("soak beside collectives", steps=SOAK_STEPS, wrong=wrong)
 
 
 def rebuilds(exchange: Exchange) -> None:
@@ -218,6 +266,20 @@ def a_process_dies(soak_: Soak) -> None:
     say("survived", seconds=seconds, error=error, fault=fault_of(soak_.group))
 
 
+def the_long_way(exchange: Exchange, has_gpus: bool) -> bool:
+    """Soak, rebuild, stop and kill; whether process 1 is gone."""
+    long = soaks()
+    rebuilds(exchange)
+    if not has_gpus:
+        return False
+    a_process_stops(exchange)
+    if not KILLS:
+        return False
+    a_process_dies(long)
+    say("done")
+    return True
+
+
 def main() -> None:
     logging.basicConfig(stream=sys.stdout, level=logging.INFO, format="%(message)s")
     gpus = None if GPU < 0 else [GPU]
@@ -228,16 +290,18 @@ def main() -> None:
     say("devices", found=[str(device) for device in jax.devices()])
     if has_gpus:
         print(jax_moe.preflight(), flush=True)
-    exchange = exchanges()
-    long = soaks() if WHAT == "all" else None
-    if long is not None:
-        rebuilds(exchange)
-    if long is not None and has_gpus:
-        a_process_stops(exchange)
-        a_process_dies(long)
+    if WHAT == "suite":
+        every_case()
+        if has_gpus:
+            replays()
+    elif WHAT == "collectives":
+        beside_collectives()
     else:
-        barrier("end")
-        time.sleep(2 - 2 * PROCESS)  # process 0 has the service, without which JAX ends the other
+        exchange = exchanges()
+        if WHAT == "all" and the_long_way(exchange, has_gpus):
+            return
+    barrier("end")
+    time.sleep(2 - 2 * PROCESS)  # process 0 has the service, without which JAX ends the other
     say("done")
 
 
