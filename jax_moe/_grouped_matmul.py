@@ -4,27 +4,28 @@ Row buffers are sized for a capacity that is seldom filled. The product and its 
 the rows that are there: what lies past the last group costs nothing but a zero fill, and whatever
 it holds (NaN, say) reaches no result.
 
-`jax.lax.ragged_dot` multiplies every row with every expert, on CPU and, in effect, on GPUs. Here
-a loop over the experts holds a loop over blocks of rows, with a trip count taken from the group's
-size. On CPU that is 1.3 to 2 times a dense matmul of the real rows, where `ragged_dot` took 3
-times with 1 expert and 300 times with 32; docs/results.md has an H200. Compile time does not depend
-on the number of experts. On GPUs the host follows each trip count, some microseconds a block.
+`jax.lax.ragged_dot` multiplies every row with every expert, on CPU and, in effect, on GPUs. The
+engine "pallas" is a pair of kernels for Hopper GPUs. The others hold, in a loop over the experts, a
+loop over blocks of rows, with a trip count taken from the group's size. On CPU that is 1.3 to 2
+times a dense matmul of the real rows, where `ragged_dot` took 3 times with 1 expert and 300 times
+with 32; on GPUs the host follows each trip count. docs/results.md has an H200's times of all of
+them. Compile time does not depend on the number of experts.
 """
 
 from __future__ import annotations
 
 import functools
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from jax_moe import _row_blocks
+from jax_moe import _pallas_matmul, _row_blocks
 from jax_moe._row_blocks import sum_dtype
 
-Engine = Literal["blocks", "large_blocks", "ragged_dot"]
+Engine = Literal["blocks", "large_blocks", "pallas", "ragged_dot"]
 # Fewer rows leave the matmul short of work per weight read, more are wasted on small groups.
 BLOCK_ROWS: dict[Engine, int] = {"blocks": 64, "large_blocks": 1024}
 
@@ -48,33 +49,45 @@ def grouped_matmul(
       weights: the same dtype [V*E, K, N]; products are added in float32 (float64 for float64).
       group_sizes: int32 [V*E], rows of each expert; a virtual rank's sum is at most C.
       virtual_ranks: V.
-      engine: "blocks" (a loop over blocks of 64 rows), "large_blocks" (of 1024) or "ragged_dot";
-        None takes "blocks" where JAX's default backend is the CPU, else "large_blocks".
+      engine: "blocks" (a loop over blocks of 64 rows), "large_blocks" (of 1024), "pallas" (bfloat16
+        on a Hopper GPU; K and N multiples of 128, V*C of 8) or "ragged_dot". None takes "blocks"
+        where JAX's default backend is the CPU, else "pallas" where it fits, else "large_blocks".
 
     Returns:
       [V*C, N] of the same dtype; zero past the last group.
 
     Raises:
-      ValueError: the shapes or dtypes do not fit each other.
+      ValueError: the shapes or dtypes do not fit each other, or the engine.
     """
     check_operands(rows, weights, group_sizes, virtual_ranks)
-    engine = resolve_engine(engine)
+    engine = resolve_engine(engine, rows, weights)
     rows, weights, group_sizes = _row_blocks.vary_alike(rows, weights, group_sizes)
     return _matmul((engine, virtual_ranks, False), rows, weights, group_sizes)
 
 
-def resolve_engine(engine: Engine | None) -> Engine:
-    """The engine itself, or the choice where it is None."""
+def resolve_engine(engine: Engine | None, rows: Array, *weights: Array) -> Engine:
+    """The engine itself, or the choice where it is None.
+
+    Raises:
+      ValueError: no such engine, or it does not take these operands.
+    """
     if engine is None:
-        return engine_for(jax.default_backend())
+        return choose_engine(jax.local_devices()[0], rows, *weights)
     if engine not in get_args(Engine):
         raise ValueError(f"engine={engine!r}: must be one of {get_args(Engine)} or None.")
+    obstacle = _pallas_matmul.obstacle(rows, *weights) if engine == "pallas" else None
+    if obstacle:
+        raise ValueError(f'engine="pallas" with {obstacle}; None takes an engine that fits.')
     return engine
 
 
-def engine_for(platform: str) -> Engine:
-    """The engine of a platform, as JAX calls it."""
-    return "blocks" if platform == "cpu" else "large_blocks"
+def choose_engine(device: Any, rows: Array, *weights: Array) -> Engine:
+    """The fastest engine for operands of these shapes on a device."""
+    if device.platform == "cpu":
+        return "blocks"
+    is_hopper = getattr(device, "compute_capability", "").startswith("9.")
+    fits = is_hopper and not _pallas_matmul.obstacle(rows, *weights)
+    return "pallas" if fits else "large_blocks"
 
 
 def check_operands(rows: Array, weights: Array, group_sizes: Array, virtual_ranks: int) -> None:
@@ -105,6 +118,16 @@ def _matmul(static: tuple[Engine, int, bool], rows: Array, weights: Array, sizes
     engine, virtual_ranks, transposed = static
     if engine == "ragged_dot":
         return _matmul_ragged(rows, weights, sizes, virtual_ranks, transposed)
+    if engine == "pallas":
+        return _pallas_matmul.product(
+            rows,
+            weights,
+            _row_blocks.group_starts(sizes, virtual_ranks, len(rows)),
+            sizes,
+            transposed=transposed,
+            virtual_ranks=virtual_ranks,
+            zero_tail=True,
+        )
     return _matmul_blocks(BLOCK_ROWS[engine], rows, weights, sizes, virtual_ranks, transposed)
 
 
@@ -129,6 +152,9 @@ def _outer(static: tuple[Engine, int], left: Array, right: Array, sizes: Array) 
     engine, virtual_ranks = static
     if engine == "ragged_dot":
         return _outer_ragged(left, right, sizes, virtual_ranks)
+    if engine == "pallas":
+        starts = _row_blocks.group_starts(sizes, virtual_ranks, len(left))
+        return _pallas_matmul.outer(left, right, starts, sizes)
     return _outer_blocks(BLOCK_ROWS[engine], left, right, sizes, virtual_ranks)
 
 

@@ -1,19 +1,22 @@
 """The SwiGLU experts over rows sorted by expert, at the cost of the real rows only.
 
-Both directions are one loop over blocks of rows, which takes a block through both matmuls (on CPU
-while it is in the cache); between forward and backward only the block's gate and up are kept. With
-the engine "ragged_dot" they are two grouped matmuls and one elementwise pass.
+With the engines of blocks both directions are one loop over blocks of rows, which takes a block
+through both matmuls (on CPU while it is in the cache). With "pallas" and "ragged_dot" they are
+grouped matmuls with elementwise passes between them. Between forward and backward gate and up of
+every row are kept.
 """
 
 from __future__ import annotations
 
 import functools
+from typing import get_args
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from jax_moe import _pallas_matmul
 from jax_moe._grouped_matmul import (
     BLOCK_ROWS,
     Engine,
@@ -21,6 +24,7 @@ from jax_moe._grouped_matmul import (
     grouped_matmul,
     resolve_engine,
 )
+from jax_moe._plan import Tail
 from jax_moe._row_blocks import (
     fold_rows,
     group_starts,
@@ -41,6 +45,7 @@ def grouped_swiglu(
     group_sizes: Int[Array, " experts"],
     *,
     virtual_ranks: int = 1,
+    tail: Tail = "zero",
     engine: Engine | None = None,
 ) -> Float[Array, "rows hidden"]:
     """Takes each expert's rows x through (silu(x gate) * (x up) * s) down.
@@ -56,13 +61,15 @@ def grouped_swiglu(
       down: the same [V*E, W, H].
       group_sizes: int32 [V*E], rows of each expert; a virtual rank's sum is at most C.
       virtual_ranks: V.
+      tail: "zero", or "undefined" where nothing reads the result or the rows' gradient past the
+        last group: with "pallas" those rows are then not written.
       engine: as in `grouped_matmul`; only "ragged_dot" can be differentiated twice.
 
     Returns:
       [V*C, H] of the rows' dtype; zero past the last group.
 
     Raises:
-      ValueError: the shapes or dtypes do not fit each other.
+      ValueError: the shapes or dtypes do not fit each other, or the engine.
     """
     check_operands(rows, gate_up, group_sizes, virtual_ranks)
     wanted = (gate_up.shape[0], gate_up.shape[2] // 2, rows.shape[1])
@@ -74,10 +81,14 @@ def grouped_swiglu(
         )
     if row_s.shape != rows.shape[:1]:
         raise ValueError(f"row_s has shape {row_s.shape}: it must be ({len(rows)},), one a row.")
-    engine = resolve_engine(engine)
+    if tail not in get_args(Tail):
+        raise ValueError(f'tail={tail!r}: must be "zero" or "undefined".')
+    engine = resolve_engine(engine, rows, gate_up, down)
     if engine != "ragged_dot":
-        static = (BLOCK_ROWS[engine], virtual_ranks)
-        return _swiglu(static, *vary_alike(rows, row_s, gate_up, down, group_sizes))
+        operands = vary_alike(rows, row_s, gate_up, down, group_sizes)
+        if engine == "pallas":
+            return _swiglu_pallas((virtual_ranks, tail == "zero"), *operands)
+        return _swiglu((BLOCK_ROWS[engine], virtual_ranks), *operands)
     matmul = functools.partial(
         grouped_matmul,
         group_sizes=group_sizes,
@@ -170,3 +181,50 @@ def _backward_step(operands, w_in, w_out, first, counts, carry):
 
 
 _swiglu.defvjp(_swiglu_fwd, _swiglu_bwd)
+
+
+# Engine "pallas".
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _swiglu_pallas(static: tuple[int, bool], rows, row_s, gate_up, down, sizes):
+    return _swiglu_pallas_fwd(static, rows, row_s, gate_up, down, sizes)[0]
+
+
+def _swiglu_pallas_fwd(static, rows, row_s, gate_up, down, sizes):
+    product, _ = _products(static, sizes, len(rows))
+    inner = product(rows, gate_up, transposed=False, zero_tail=False)
+    out = product(gate(inner, row_s), down, transposed=False)
+    return out, (rows, row_s, inner, gate_up, down, sizes)
+
+
+def _swiglu_pallas_bwd(static, saved, cotangent):
+    rows, row_s, inner, gate_up, down, sizes = saved
+    product, starts = _products(static, sizes, len(rows))
+    hidden, pull = jax.vjp(gate, inner, row_s)
+    d_inner, d_s = pull(product(cotangent, down, transposed=True, zero_tail=False))
+    d_rows = product(d_inner, gate_up, transposed=True)
+    d_in = _pallas_matmul.outer(rows, d_inner, starts, sizes)
+    d_out = _pallas_matmul.outer(hidden, cotangent, starts, sizes)
+    # Past the last group it was computed from rows that hold anything.
+    virtual_ranks = static[0]
+    row = lax.iota(jnp.int32, len(rows)).reshape(virtual_ranks, -1)
+    end = (starts + sizes).reshape(virtual_ranks, -1)[:, -1:]
+    return d_rows, jnp.where((row < end).reshape(-1), d_s, 0), d_in, d_out, None
+
+
+def _products(static, sizes, num_rows):
+    """The grouped product with this call's groups, and the groups' first rows."""
+    virtual_ranks, zero_tail = static
+    starts = group_starts(sizes, virtual_ranks, num_rows)
+    product = functools.partial(
+        _pallas_matmul.product,
+        starts=starts,
+        sizes=sizes,
+        virtual_ranks=virtual_ranks,
+        zero_tail=zero_tail,
+    )
+    return product, starts
+
+
+_swiglu_pallas.defvjp(_swiglu_pallas_fwd, _swiglu_pallas_bwd)

@@ -19,7 +19,7 @@ from jax_moe import _balance, _implementation
 from jax_moe._balance import MoEStats, RouterBias
 from jax_moe._exchange import combine, dispatch
 from jax_moe._group import ExpertGroup
-from jax_moe._grouped_matmul import Engine, engine_for
+from jax_moe._grouped_matmul import choose_engine
 from jax_moe._grouped_swiglu import grouped_swiglu
 from jax_moe._plan import plan
 from jax_moe._router import RouterConfig, route
@@ -163,11 +163,6 @@ class _Settings:
     capacity_factor: float | None
     implementation: _implementation.Name | None
 
-    @property
-    def engine(self) -> Engine | None:
-        platforms = {device.platform for device in self.group.devices}
-        return engine_for(platforms.pop()) if platforms else None
-
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -281,14 +276,15 @@ def _local_experts(
     )
     scalars = routing.weights.astype(sum_dtype(dtype))
     rows, row_s = dispatch(x.astype(dtype), scalars, exchange)
+    weights = gate_up.astype(dtype), down.astype(dtype)
     rows = grouped_swiglu(
         rows,
         row_s,
-        gate_up.astype(dtype),
-        down.astype(dtype),
+        *weights,
         exchange.group_sizes,
         virtual_ranks=group.virtual_ranks,
-        engine=settings.engine,
+        tail="undefined",
+        engine=choose_engine(group.devices[0], rows, *weights) if group.devices else None,
     )
     y, _ = combine(rows, row_s, exchange)
     # For the auxiliary loss: out there, the partitioner would gather all scores for a top-k.

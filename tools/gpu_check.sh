@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # gpu_check.sh [SECTION...]: builds on a machine with GPUs, runs the GPU tests within time limits, and sums up.
-# Sections in order: build smoke exchange graphs groups faults layer soak processes pair sanitizers; by default all but the last two.
+# Sections in order: build smoke exchange graphs groups faults matmul layer soak processes pair sanitizers; by default all but the last two.
 # PYTHON names the interpreter, with jax[cuda13], pytest, scikit-build-core and nanobind. The whole takes about
 # 8 minutes on one H200. Nothing can hang beyond its limit: each kernel has its deadline, each section its own.
 set -uo pipefail
@@ -27,7 +27,7 @@ tests() { "$PYTHON" -P -m pytest -q -p no:cacheprovider -p no:randomly "$@"; }
 export -f tests
 export PYTHON
 
-wanted=${*:-build smoke exchange graphs groups faults layer soak processes}
+wanted=${*:-build smoke exchange graphs groups faults matmul layer soak processes}
 nvidia-smi --query-gpu=name,driver_version,memory.used --format=csv,noheader || exit 1
 gpu=tests/gpu/test_gpu
 section build 240 "$PYTHON" -m pip install --no-build-isolation --no-deps --disable-pip-version-check -v -e . || wanted=
@@ -37,6 +37,7 @@ section exchange 240 bash -c 'tests --maxfail=8 "$@"' tests ${gpu}_exchange.py
 section groups 90 bash -c 'tests "$@"' tests ${gpu}_groups.py
 section faults 60 bash -c 'tests "$@"' tests ${gpu}_faults.py
 section graphs 180 bash -c 'tests -s "$@"' tests ${gpu}_graphs.py
+section matmul 120 bash -c 'tests "$@"' tests ${gpu}_matmul.py
 section layer 90 bash -c 'tests "$@"' tests ${gpu}_layer.py
 section soak 120 bash -c 'tests "$@"' tests ${gpu}_soak.py
 # Stops and kills processes of its own; their logs lie in processes/, beside the section's.

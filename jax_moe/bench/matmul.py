@@ -1,0 +1,269 @@
+"""Times the experts' grouped matmul and its gradients beside a dense matmul of as many rows.
+
+python -m jax_moe.bench.matmul --help
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import json
+import pathlib
+import shlex
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, get_args
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jax_moe
+from jax_moe import _grouped_matmul
+from jax_moe.bench import _environment
+from jax_moe.bench._clock import Preparation, time_in_turns
+from jax_moe.bench._report import ms
+
+DENSE = "dense"
+ENGINES = get_args(_grouped_matmul.Engine)
+OPERATIONS = ("product", "rows' gradient", "weights' gradient")
+SKEW = 1.0  # MaxVio of the routing "skewed": the busiest expert has twice the mean
+TOLERANCE = 2.0**-6  # of the largest value, between bfloat16 results of two orders of summation
+COPY_BYTES = 1 << 30
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """Rows [rows, inner] over `experts` matrices [inner, outer]; no row is padding."""
+
+    experts: int
+    rows: int
+    inner: int
+    outer: int
+    routing: str
+
+    @property
+    def flops(self) -> int:
+        """Of one operation."""
+        return 2 * self.rows * self.inner * self.outer
+
+    @property
+    def bytes(self) -> int:
+        """Read and written by one operation at the least, bfloat16."""
+        matrices = self.experts * self.inner * self.outer
+        return 2 * (self.rows * (self.inner + self.outer) + matrices)
+
+    def sizes(self) -> np.ndarray:
+        """Rows of each expert, int32."""
+        share = np.ones(self.experts)
+        if self.routing == "skewed" and self.experts > 1:
+            rng = np.random.default_rng(self.experts)
+            share[1:] = rng.uniform(0.5, 1.5, self.experts - 1)
+            rest = self.experts - 1 - SKEW  # of all but the busiest, in means
+            share[1:] *= rest / share[1:].sum()
+            share[0] = 1 + SKEW
+        edges = np.rint(np.cumsum(share) / share.sum() * self.rows).astype(np.int32)
+        return np.diff(edges, prepend=0).astype(np.int32)
+
+
+@dataclasses.dataclass(frozen=True)
+class Record:
+    """One engine's time of one operation, microseconds a call."""
+
+    case: Case
+    operation: str
+    engine: str
+    median_us: float
+    mean_us: float
+    deviation_us: float
+    least_us: float
+    repetitions: int
+    bytes_us: float  # the operation's bytes at the speed of a copy
+
+
+def _operation(name: str, engine: Any) -> Callable:
+    """One operation as a function of (rows, weights, cotangent, group sizes)."""
+    if engine == DENSE:
+        return {
+            "product": lambda x, w, dy, sizes: x @ w[0],
+            "rows' gradient": lambda x, w, dy, sizes: dy @ w[0].T,
+            "weights' gradient": lambda x, w, dy, sizes: x.T @ dy,
+        }[name]
+
+    def grouped(x, w, dy, sizes):
+        def multiply(x, w):
+            return jax_moe.grouped_matmul(x, w, sizes, engine=engine)
+
+        if name == "product":
+            return multiply(x, w)
+        if name == "rows' gradient":
+            return jax.vjp(lambda x: multiply(x, w), x)[1](dy)[0]
+        return jax.vjp(lambda w: multiply(x, w), w)[1](dy)[0]
+
+    return grouped
+
+
+def _operands(case: Case) -> tuple[jax.Array, ...]:
+    shapes = (
+        (case.rows, case.inner),
+        (case.experts, case.inner, case.outer),
+        (case.rows, case.outer),
+    )
+    keys = jax.random.split(jax.random.key(0), 3)
+    draw = jax.jit(jax.random.normal, static_argnums=(1, 2))
+    return tuple(draw(k, s, jnp.bfloat16) for k, s in zip(keys, shapes, strict=True))
+
+
+def _check(case: Case, engine: str, operation: str, got: jax.Array, operands) -> None:
+    """Compares the busiest expert's part with a plain matmul."""
+    x, w, dy = operands
+    sizes = case.sizes()
+    expert = int(sizes.argmax())
+    start, end = int(sizes[:expert].sum()), int(sizes[: expert + 1].sum())
+    want = {
+        "product": lambda: x[start:end] @ w[expert],
+        "rows' gradient": lambda: dy[start:end] @ w[expert].T,
+        "weights' gradient": lambda: x[start:end].T @ dy[start:end],
+    }[operation]()
+    part = got[expert] if operation == "weights' gradient" else got[start:end]
+    error, scale = (float(jnp.abs(a.astype(jnp.float32)).max()) for a in (part - want, want))
+    if not error <= TOLERANCE * scale:
+        raise AssertionError(f"{engine}, {operation}, {case}: off by {error:.3g} of {scale:.3g}")
+
+
+def measure(
+    cases: Sequence[Case], args: argparse.Namespace, copy_bytes_per_us: float
+) -> Iterator[Record]:
+    """Times the operations of cases that differ in the routing alone, after comparing results."""
+    operands = _operands(cases[0])
+    before = Preparation(jax_moe.make_mesh(rank=1, devices=[jax.local_devices()[0]]))
+    sizes = [jnp.asarray(case.sizes()) for case in cases]
+    for operation in OPERATIONS:
+        compiled = {
+            engine: jax.jit(_operation(operation, engine)).lower(*operands, sizes[0]).compile()
+            for engine in (DENSE, *args.engines)
+        }
+        for case, own_sizes in zip(cases, sizes, strict=True):
+            for engine in args.engines:
+                result = compiled[engine](*operands, own_sizes)
+                _check(case, engine, operation, result, operands)
+            programs = [
+                functools.partial(_repeat, program, args.calls, (*operands, own_sizes))
+                for program in compiled.values()
+            ]
+            until = time.monotonic() + args.seconds
+            times = time_in_turns(programs, before, until=until, most=args.repetitions)
+            for engine, taken in zip(compiled, times, strict=True):
+                summary = taken.per_call(args.calls).summary
+                yield Record(
+                    case, operation, engine, **summary, bytes_us=case.bytes / copy_bytes_per_us
+                )
+
+
+def _repeat(program: Callable, calls: int, operands: Sequence[jax.Array]) -> jax.Array:
+    for _ in range(calls - 1):  # one after the other on the device, and the host ahead of it
+        program(*operands)
+    return program(*operands)
+
+
+def _copy_bytes_per_us() -> float:
+    """Of a plain copy, bytes read and written."""
+    source = jnp.ones(COPY_BYTES // 4, jnp.float32)
+    copy = jax.jit(lambda a: a + 1)
+    mesh = jax_moe.make_mesh(rank=1, devices=[jax.local_devices()[0]])
+    times = time_in_turns(
+        [lambda: copy(source)], Preparation(mesh), until=time.monotonic() + 1, most=20
+    )
+    return 2 * COPY_BYTES / times[0].summary["median_us"]
+
+
+def _lines(records: Sequence[Record], conditions: dict[str, str], calls: int) -> Iterator[str]:
+    yield "## Grouped matmul, bfloat16"
+    yield ""
+    for name, value in conditions.items():
+        yield f"- {name}: {'`' * (name == 'command')}{value}{'`' * (name == 'command')}"
+    yield (
+        f"- milliseconds a call, median ± deviation of repetitions of {calls} calls, all engines "
+        "in turns; `reached` is the longer of the dense time and the bytes' (at the speed of "
+        "a copy) over the engine's; the busiest expert's results were compared before"
+    )
+    yield ""
+    yield "| experts | rows | K x N | routing | operation | engine | ms | TFLOP/s | reached |"
+    yield "| ---: | ---: | --- | --- | --- | --- | ---: | ---: | ---: |"
+    dense = {(r.case, r.operation): r for r in records if r.engine == DENSE}
+    for r in records:
+        yield _row(r, dense[r.case, r.operation])
+
+
+def _row(r: Record, dense: Record) -> str:
+    c, bound = r.case, max(dense.median_us, r.bytes_us)
+    return (
+        f"| {c.experts} | {c.rows} | {c.inner} x {c.outer} | {c.routing} | {r.operation} | "
+        f"{r.engine} | {ms(r.median_us)} ± {ms(r.deviation_us)} | "
+        f"{c.flops / r.median_us / 1e6:.0f} | {bound / r.median_us:.0%} |"
+    )
+
+
+def _parser() -> argparse.ArgumentParser:
+    def numbers(text: str) -> list[int]:
+        return [int(part) for part in text.split(",")]
+
+    def shapes(text: str) -> list[list[int]]:
+        return [[int(n) for n in part.split("x")] for part in text.split(",")]
+
+    parser = argparse.ArgumentParser(
+        prog="python -m jax_moe.bench.matmul", description=(__doc__ or "").partition("\n")[0]
+    )
+    parser.add_argument("--experts", type=numbers, default=[8, 32], help="of one device")
+    parser.add_argument("--rows", type=numbers, default=[8192, 32768, 65536], help="of all experts")
+    parser.add_argument("--shapes", type=shapes, default=[[7168, 2048], [2048, 7168]], help="KxN")
+    parser.add_argument("--routings", default="balanced,skewed")
+    parser.add_argument("--engines", default="pallas", help=f"of {', '.join(ENGINES)}")
+    parser.add_argument("--calls", type=int, default=10, help="in one timed region")
+    parser.add_argument("--repetitions", type=int, default=10, help="most of each")
+    parser.add_argument("--seconds", type=float, default=1.0, help="about, for one operation")
+    parser.add_argument("--json", type=pathlib.Path, help="write everything there")
+    parser.add_argument("--markdown", type=pathlib.Path, help="append the report there")
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Runs the bench and prints its report."""
+    given = sys.argv[1:] if arguments is None else list(arguments)
+    parser = _parser()
+    args = parser.parse_args(given)
+    args.engines = args.engines.split(",")
+    routings = args.routings.split(",")
+    if wrong := [n for n in args.engines if n not in ENGINES]:
+        parser.error(f"--engines {wrong}: choose from {', '.join(ENGINES)}")
+    if wrong := [n for n in routings if n not in ("balanced", "skewed")]:
+        parser.error(f"--routings {wrong}: choose from balanced, skewed")
+    command = shlex.join(["python", "-m", "jax_moe.bench.matmul", *given])
+    conditions = _environment.conditions(jax.local_devices()[:1], command)
+    speed = _copy_bytes_per_us()
+    conditions["copy"] = f"{speed / 1e3:.0f} GB/s, bytes read and written"
+    records: list[Record] = []
+    dense: Any = None
+    for inner, outer in args.shapes:
+        for experts in args.experts:
+            for rows in args.rows:
+                cases = [Case(experts, rows, inner, outer, routing) for routing in routings]
+                for record in measure(cases, args, speed):
+                    dense = record if record.engine == DENSE else dense
+                    print(_row(record, dense), file=sys.stderr, flush=True)
+                    records.append(record)
+    report = "\n".join(_lines(records, conditions, args.calls)) + "\n"
+    print(report)
+    if args.json:
+        document: dict[str, Any] = {"conditions": conditions}
+        document["records"] = [dataclasses.asdict(r) for r in records]
+        args.json.write_text(json.dumps(document, indent=1) + "\n")
+    if args.markdown:
+        with args.markdown.open("a") as file:
+            file.write("\n" + report)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,51 @@
+"""The Pallas kernels on a Hopper GPU, against float64 and another engine."""
+
+import contextlib
+
+import jax
+import numpy as np
+import pytest
+from pallas_cases import Groups, check_product, check_swiglu
+
+import jax_moe
+
+GROUPS = {
+    "unaligned": Groups(1, 640, (70, 0, 129, 5, 300, 64, 1, 8)),
+    "one_row": Groups(1, 8, (1,)),
+    "empty": Groups(1, 256, (0, 0, 0)),
+    "full": Groups(1, 1024, (0, 1024)),
+    "virtual_ranks": Groups(4, 300, (299, 1, 0, 0, 150, 150, 7, 100)),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "inner", "outer"),
+    [*((name, 384, 1280) for name in GROUPS), ("unaligned", 2048, 256), ("full", 128, 128)],
+)
+def test_product_and_gradients(name, inner, outer):
+    check_product(GROUPS[name], inner, outer)
+
+
+@pytest.mark.parametrize("name", ["unaligned", "virtual_ranks"])
+def test_swiglu_equals_that_of_another_engine(name):
+    check_swiglu(GROUPS[name], 256, 384, "large_blocks", contextlib.nullcontext())
+
+
+def test_random_sizes_again_and_again():
+    # Many tiles on every multiprocessor; the results of repeated calls have the same bits.
+    rng = np.random.default_rng(1)
+    multiply = jax.jit(lambda *a: jax_moe.grouped_matmul(*a, engine="pallas"))
+    gradient = jax.jit(jax.grad(lambda w, r, s: multiply(r, w, s).astype("float32").sum()))
+    for _ in range(4):
+        sizes = rng.multinomial(rng.integers(3000, 6000), rng.dirichlet(np.ones(16)))
+        groups = Groups(1, 6000, tuple(sizes.tolist()))
+        rows, group_sizes = groups.draw(rng, 512), groups.settings["group_sizes"]
+        weights = jax.numpy.asarray(rng.standard_normal((16, 512, 2048)), "bfloat16")
+        first = None
+        for _ in range(20):
+            results = multiply(rows, weights, group_sizes), gradient(weights, rows, group_sizes)
+            results = [np.asarray(a).view(np.uint16) for a in results]
+            first = results if first is None else first
+            for got, want in zip(results, first, strict=True):
+                np.testing.assert_array_equal(got, want)
+        check_product(groups, 512, 2048)
