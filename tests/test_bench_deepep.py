@@ -119,7 +119,8 @@ def test_what_stands_in_the_way(changes, words, monkeypatch):
     have = {"packages": {"torch", "triton", "deep_ep"}, "platform": "gpu", "dtype": "bfloat16",
             "ranks": 2, "virtual": 1, "share": False, "name": "deepep:80"} | changes  # fmt: skip
     monkeypatch.setattr(_deepep.importlib.util, "find_spec", lambda name: name in have["packages"])
-    device = types.SimpleNamespace(platform=have["platform"], core_count=132)
+    monkeypatch.setattr(_deepep, "_num_sms", lambda _: 132)
+    device = types.SimpleNamespace(platform=have["platform"])
     devices = have["ranks"] // have["virtual"]
     group = types.SimpleNamespace(
         devices=[device] * devices, num_devices=devices, num_ranks=have["ranks"],

@@ -24,6 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jax_moe
+from jax_moe import _ffi
 from jax_moe.bench._problem import Inputs, Problem
 
 KIND = "deepep"
@@ -75,9 +76,13 @@ def obstacle(name: str, group: jax_moe.ExpertGroup, dtype: str, share_gpus: bool
             f"{group.num_ranks} ranks on {group.num_devices} GPU(s): with --share-gpus its "
             "processes share them, under MPS or in turns"
         )
-    if (needed := sms(name) * group.virtual_ranks) > first.core_count:
-        return f"its ranks would need {needed} SMs of a GPU that has {first.core_count}"
+    if (needed := sms(name) * group.virtual_ranks) > (there := _num_sms(first)):
+        return f"its ranks would need {needed} SMs of a GPU that has {there}"
     return None
+
+
+def _num_sms(device: Any) -> int:
+    return _ffi.cuda.describe_gpu(device.local_hardware_id)["num_sms"]
 
 
 @dataclasses.dataclass(frozen=True)
