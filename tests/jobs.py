@@ -58,8 +58,9 @@ class Job:
 
     @property
     def environment(self) -> dict[str, str]:
+        known = os.environ.get("PYTHONPATH")  # where packages may lie
         return toy.environment(
-            PYTHONPATH=str(self.folder / "modules"),
+            PYTHONPATH=os.pathsep.join([str(self.folder / "modules"), *([known] if known else [])]),
             PYTHONUNBUFFERED="1",
             # Serves process 0 of all runs alike; JAX has a key for each process, and writes that's.
             JAX_COMPILATION_CACHE_DIR=str(self.folder / "cache"),

@@ -6,10 +6,8 @@ import signal
 import subprocess
 from pathlib import Path
 
-import jobs
 import numpy as np
 import pytest
-import toy
 
 pytestmark = pytest.mark.multiproc
 
@@ -33,6 +31,9 @@ class Training:
     """Runs of `tiny`, each into a folder of its own."""
 
     def __init__(self, folder: Path):
+        import jobs  # not at the top: without the extra "train" the other tests can be collected
+        import toy
+
         self.job = jobs.Job.make(folder)
         self.text = toy.write_text(folder / "longer.txt", 60_000)
 
