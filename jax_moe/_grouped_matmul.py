@@ -28,6 +28,8 @@ from jax_moe._row_blocks import sum_dtype
 Engine = Literal["blocks", "large_blocks", "pallas", "ragged_dot"]
 # Fewer rows leave the matmul short of work per weight read, more are wasted on small groups.
 BLOCK_ROWS: dict[Engine, int] = {"blocks": 64, "large_blocks": 1024}
+# Rows to a multiple of which groups are best padded, for engines that care.
+ROW_ALIGNMENT: dict[Engine, int] = {"pallas": _pallas_matmul.ALIGNMENT}
 
 
 def grouped_matmul(
@@ -81,8 +83,8 @@ def resolve_engine(engine: Engine | None, rows: Array, *weights: Array) -> Engin
     return engine
 
 
-def choose_engine(device: Any, rows: Array, *weights: Array) -> Engine:
-    """The fastest engine for operands of these shapes on a device."""
+def choose_engine(device: Any, rows: Any, *weights: Any) -> Engine:
+    """The fastest engine for operands of these shapes and dtypes on a device."""
     if device.platform == "cpu":
         return "blocks"
     is_hopper = getattr(device, "compute_capability", "").startswith("9.")

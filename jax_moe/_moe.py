@@ -19,7 +19,7 @@ from jax_moe import _balance, _implementation
 from jax_moe._balance import MoEStats, RouterBias
 from jax_moe._exchange import combine, dispatch
 from jax_moe._group import ExpertGroup
-from jax_moe._grouped_matmul import choose_engine
+from jax_moe._grouped_matmul import ROW_ALIGNMENT, Engine, choose_engine
 from jax_moe._grouped_swiglu import grouped_swiglu
 from jax_moe._plan import plan
 from jax_moe._router import RouterConfig, route
@@ -163,6 +163,14 @@ class _Settings:
     capacity_factor: float | None
     implementation: _implementation.Name | None
 
+    def engine(self, gate_up: Array, down: Array) -> tuple[Engine, int]:
+        """What multiplies on the group's devices, and the rows that its groups are to begin at."""
+        device = self.group.devices[0] if self.group.devices else jax.local_devices()[0]
+        num_rows = self.capacity or ROW_ALIGNMENT["pallas"]  # else it is rounded up
+        rows = jax.ShapeDtypeStruct((num_rows, gate_up.shape[1]), gate_up.dtype)
+        engine = choose_engine(device, rows, gate_up, down)
+        return engine, ROW_ALIGNMENT.get(engine, 1)
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -265,26 +273,28 @@ def _local_experts(
     logits = jnp.matmul(x.astype(wide), router.astype(wide), precision=jax.lax.Precision.HIGHEST)
     routing = route(logits, bias, config, expert_ids=forced)
     expert_ids = jnp.where(real[:, None], routing.expert_ids, -1)
+    weights = gate_up.astype(dtype), down.astype(dtype)
+    engine, alignment = settings.engine(*weights)
     exchange = plan(
         expert_ids,
         group=group,
         num_experts=config.num_experts,
         capacity=settings.capacity,
         capacity_factor=settings.capacity_factor,
+        alignment=alignment,
         tail="undefined",  # nothing below reads it
         implementation=settings.implementation,
     )
     scalars = routing.weights.astype(sum_dtype(dtype))
     rows, row_s = dispatch(x.astype(dtype), scalars, exchange)
-    weights = gate_up.astype(dtype), down.astype(dtype)
     rows = grouped_swiglu(
         rows,
         row_s,
         *weights,
-        exchange.group_sizes,
+        exchange.padded_group_sizes,  # padding is zero
         virtual_ranks=group.virtual_ranks,
         tail="undefined",
-        engine=choose_engine(group.devices[0], rows, *weights) if group.devices else None,
+        engine=engine,
     )
     y, _ = combine(rows, row_s, exchange)
     # For the auxiliary loss: out there, the partitioner would gather all scores for a top-k.

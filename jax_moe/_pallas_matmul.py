@@ -5,7 +5,7 @@ its three warpgroups the last copies operands from global memory into a ring of 
 memory; the other two multiply, 64 rows of the tile each, and write the result of a tile while the
 tensor cores are at the next one's first step. What differs is the table of tiles, what a step
 loads, and which part of a tile is stored: `product` stores a group's own rows alone, `outer`
-zeroes foreign rows in shared memory before it adds them up.
+zeroes foreign rows in shared memory before it adds up.
 
 A copy begins at a row that is a multiple of 8 (the tile of the shared memory's swizzle), so that a
 group that begins elsewhere is read from up to 7 rows before its first.
@@ -34,18 +34,21 @@ TILE_ROWS = 2 * HALF
 STEP = 64  # of the contracted dimension; 128 bytes of bfloat16, the widest swizzle
 ALIGNMENT = 8  # of the row at which a copy begins
 SLOTS = 4  # 48 KiB each with the widest tile
+# Tiles narrower than the widest where there would be few for each multiprocessor: of the last, on
+# average half of the multiprocessors have none.
+FEW_TILES = 8
 # Tiles that run at one time form a square of the result, so that operands come from the L2 cache.
 PANEL = 16
 PRODUCER = 2  # the warpgroup that copies
 
 
-def obstacle(rows: Array, *weights: Array) -> str | None:
+def obstacle(rows: Any, *weights: Any) -> str | None:
     """Why the kernels do not take these operands, or None if they do."""
     odd = [n for w in weights for n in w.shape[1:] if n % TILE_ROWS]
     if rows.dtype != jnp.bfloat16:
         return f"{rows.dtype} operands: they must be bfloat16"
-    if len(rows) % ALIGNMENT or not len(rows):
-        return f"{len(rows)} rows: they must be a multiple of {ALIGNMENT}"
+    if rows.shape[0] % ALIGNMENT or not rows.shape[0]:
+        return f"{rows.shape[0]} rows: they must be a multiple of {ALIGNMENT}"
     if odd:
         return f"weights of width {odd[0]}: both of their widths must be multiples of {TILE_ROWS}"
     return None
@@ -78,7 +81,7 @@ def product(
     """
     num_rows, inner = rows.shape
     width = weights.shape[1 if transposed else 2]
-    columns = _columns(width)
+    columns = _columns(width, num_rows // TILE_ROWS)
     table, num_tiles = _row_tiles(starts, sizes, num_rows, virtual_ranks, zero_tail)
     steps = inner // STEP
 
@@ -162,16 +165,19 @@ def outer(left: Array, right: Array, starts: Array, sizes: Array) -> Array:
 
     Returns:
       bfloat16 [E, M, N], zero for a group without rows. Rows outside every group have no effect,
-      whatever they hold.
+      whatever they hold; a NaN in a group's row may spread to the groups beside it.
     """
     num_rows, height = left.shape
     width = right.shape[1]
-    columns, groups = _columns(width), len(sizes)
-    tiles_down, tiles_across = height // TILE_ROWS, width // columns
+    groups, tiles_down = len(sizes), height // TILE_ROWS
+    columns = _columns(width, groups * tiles_down)
+    tiles_across = width // columns
     # A group without rows takes one step, of which nothing counts.
     first = jnp.minimum(starts // ALIGNMENT * ALIGNMENT, num_rows - ALIGNMENT)
-    steps = jnp.maximum((starts + sizes - first + STEP - 1) // STEP, 1)
-    table = jnp.stack([first, steps, starts - first, starts + sizes - first])
+    ends = starts + sizes
+    steps = jnp.maximum((ends - first + STEP - 1) // STEP, 1)
+    runs = _runs(starts, ends)
+    table = jnp.stack([first, steps, *(edge - first for edge in (starts, ends, *runs))])
 
     def locate(refs, index):
         group = index // (tiles_down * tiles_across)
@@ -180,7 +186,7 @@ def outer(left: Array, right: Array, starts: Array, sizes: Array) -> Array:
         panel = index // (down * tiles_across)
         index -= panel * (down * tiles_across)
         panel_height = jnp.minimum(down, tiles_down - panel * down)
-        first, steps, low, high = (refs[0][i, group] for i in range(4))
+        first, steps, low, high, run_low, run_high = (refs[0][i, group] for i in range(6))
         return _Tile(
             group=group,
             down=(panel * down + lax.rem(index, panel_height)) * TILE_ROWS,
@@ -189,6 +195,7 @@ def outer(left: Array, right: Array, starts: Array, sizes: Array) -> Array:
             low=low,
             high=high,
             first=pl.multiple_of(first, ALIGNMENT),
+            run=(run_low, run_high),
         )
 
     def load(refs, tile, step, a, b, barrier):
@@ -197,16 +204,21 @@ def outer(left: Array, right: Array, starts: Array, sizes: Array) -> Array:
         plgpu.copy_gmem_to_smem(refs[2].at[inner, pl.ds(tile.across, columns)], b, barrier)
 
     def multiply(total, refs, tile, step, a, b):
-        both = refs[-1]
         half, part = lax.axis_index("wg"), columns // 2
-        low, high = tile.low - step * STEP, tile.high - step * STEP
+        edges = tile.low, tile.high, *tile.run
+        low, high, run_low, run_high = (edge - step * STEP for edge in edges)
 
         @pl.when((low > 0) | (high < STEP))
         def _():
-            # Both operands: zero times a foreign row's NaN would be NaN.
-            for ref, begin, end in ((a, half * HALF, HALF), (b, half * part, part)):
-                for column in range(0, end, HALF):
-                    _zero_rows(ref.at[:, pl.ds(begin + column, HALF)], low, high)
+            _zero_rows(a.at[:, pl.ds(half * HALF, HALF)], low, high)
+            plgpu.commit_smem()
+
+        # Rows of no group: zero times a NaN would be NaN.
+        @pl.when((run_low > 0) | (run_high < STEP))
+        def _():
+            both = refs[-1]
+            for column in range(0, part, HALF):
+                _zero_rows(b.at[:, pl.ds(half * part + column, HALF)], low, high)
             plgpu.commit_smem()
             plgpu.barrier_arrive(both)
             plgpu.barrier_wait(both)
@@ -247,9 +259,20 @@ def _zero_rows(ref: Any, low: Any, high: Any) -> None:
     ref[...] = jnp.where((row >= low) & (row < high), values, jnp.zeros_like(values))
 
 
-def _columns(width: int) -> int:
+def _runs(starts: Array, ends: Array) -> tuple[Array, Array]:
+    """Of the groups that follow one another without a gap: the first row and the end, int32 [E]."""
+    gap = starts[1:] != ends[:-1]
+    begins = jnp.concatenate([jnp.ones(1, bool), gap])
+    finishes = jnp.concatenate([gap, jnp.ones(1, bool)])
+    low = lax.cummax(jnp.where(begins, starts, -1))
+    high = lax.cummin(jnp.where(finishes, ends, jnp.iinfo(jnp.int32).max), reverse=True)
+    return low, high
+
+
+def _columns(width: int, tiles_down: int) -> int:
     """Of a tile; the wider, the less is read for each product."""
-    return 256 if width % 256 == 0 else 128
+    tiles = tiles_down * (width // 256)
+    return 256 if width % 256 == 0 and tiles >= FEW_TILES * _multiprocessors() else 128
 
 
 def _row_tiles(
@@ -304,6 +327,7 @@ class _Tile:
     high: Any
     steps: Any
     first: Any = None  # row of the first step
+    run: tuple[Any, Any] = (None, None)  # the first and the end of rows that hold numbers
     multiplies: Any = None  # None: always
 
 

@@ -22,14 +22,20 @@ import numpy as np
 
 import jax_moe
 from jax_moe import _grouped_matmul
-from jax_moe.bench import _environment
+from jax_moe.bench import _environment, _matmul_peers
 from jax_moe.bench._clock import Preparation, time_in_turns
 from jax_moe.bench._report import ms
 
 DENSE = "dense"
-ENGINES = get_args(_grouped_matmul.Engine)
+ENGINES = (*get_args(_grouped_matmul.Engine), *_matmul_peers.NAMES)
 OPERATIONS = ("product", "rows' gradient", "weights' gradient")
-SKEW = 1.0  # MaxVio of the routing "skewed": the busiest expert has twice the mean
+SKEW = 1.0  # MaxVio of the uneven routings: the busiest expert has twice the mean
+ROUTINGS = {
+    "balanced": "every expert has as many rows",
+    "skewed": "the busiest has twice the mean, the others half to one and a half of theirs; "
+    "groups begin at multiples of 8 rows, as in the layer",
+    "unaligned": "the same with groups that begin anywhere",
+}
 TOLERANCE = 2.0**-6  # of the largest value, between bfloat16 results of two orders of summation
 COPY_BYTES = 1 << 30
 
@@ -58,13 +64,14 @@ class Case:
     def sizes(self) -> np.ndarray:
         """Rows of each expert, int32."""
         share = np.ones(self.experts)
-        if self.routing == "skewed" and self.experts > 1:
+        if self.routing != "balanced" and self.experts > 1:
             rng = np.random.default_rng(self.experts)
-            share[1:] = rng.uniform(0.5, 1.5, self.experts - 1)
-            rest = self.experts - 1 - SKEW  # of all but the busiest, in means
-            share[1:] *= rest / share[1:].sum()
-            share[0] = 1 + SKEW
-        edges = np.rint(np.cumsum(share) / share.sum() * self.rows).astype(np.int32)
+            others = np.arange(self.experts) != self.experts // 2
+            share[others] = rng.uniform(0.5, 1.5, self.experts - 1)
+            share[others] *= (self.experts - 1 - SKEW) / share[others].sum()
+            share[~others] = 1 + SKEW
+        step = 1 if self.routing == "unaligned" else np.gcd(8, self.rows)
+        edges = np.rint(np.cumsum(share) / share.sum() * self.rows / step) * step
         return np.diff(edges, prepend=0).astype(np.int32)
 
 
@@ -91,6 +98,8 @@ def _operation(name: str, engine: Any) -> Callable:
             "rows' gradient": lambda x, w, dy, sizes: dy @ w[0].T,
             "weights' gradient": lambda x, w, dy, sizes: x.T @ dy,
         }[name]
+    if engine in _matmul_peers.NAMES:
+        return _matmul_peers.operation(engine, name)
 
     def grouped(x, w, dy, sizes):
         def multiply(x, w):
@@ -189,6 +198,8 @@ def _lines(records: Sequence[Record], conditions: dict[str, str], calls: int) ->
         "in turns; `reached` is the longer of the dense time and the bytes' (at the speed of "
         "a copy) over the engine's; the busiest expert's results were compared before"
     )
+    for routing in dict.fromkeys(r.case.routing for r in records):
+        yield f"- {routing}: {ROUTINGS[routing]}"
     yield ""
     yield "| experts | rows | K x N | routing | operation | engine | ms | TFLOP/s | reached |"
     yield "| ---: | ---: | --- | --- | --- | --- | ---: | ---: | ---: |"
@@ -219,7 +230,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--experts", type=numbers, default=[8, 32], help="of one device")
     parser.add_argument("--rows", type=numbers, default=[8192, 32768, 65536], help="of all experts")
     parser.add_argument("--shapes", type=shapes, default=[[7168, 2048], [2048, 7168]], help="KxN")
-    parser.add_argument("--routings", default="balanced,skewed")
+    parser.add_argument("--routings", default="balanced,skewed", help=f"of {', '.join(ROUTINGS)}")
     parser.add_argument("--engines", default="pallas", help=f"of {', '.join(ENGINES)}")
     parser.add_argument("--calls", type=int, default=10, help="in one timed region")
     parser.add_argument("--repetitions", type=int, default=10, help="most of each")
@@ -235,11 +246,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = _parser()
     args = parser.parse_args(given)
     args.engines = args.engines.split(",")
+    for peer in (n for n in args.engines if n in _matmul_peers.NAMES):
+        try:
+            _matmul_peers.operation(peer, OPERATIONS[0])
+        except NotImplementedError as why:
+            parser.error(f"--engines: {why}")
     routings = args.routings.split(",")
     if wrong := [n for n in args.engines if n not in ENGINES]:
         parser.error(f"--engines {wrong}: choose from {', '.join(ENGINES)}")
-    if wrong := [n for n in routings if n not in ("balanced", "skewed")]:
-        parser.error(f"--routings {wrong}: choose from balanced, skewed")
+    if wrong := [n for n in routings if n not in ROUTINGS]:
+        parser.error(f"--routings {wrong}: choose from {', '.join(ROUTINGS)}")
     command = shlex.join(["python", "-m", "jax_moe.bench.matmul", *given])
     conditions = _environment.conditions(jax.local_devices()[:1], command)
     speed = _copy_bytes_per_us()

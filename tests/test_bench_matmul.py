@@ -1,0 +1,67 @@
+"""The bench of grouped matmuls: its cases, its check and its report."""
+
+import json
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jax_moe
+from jax_moe.bench import matmul
+
+
+@pytest.mark.parametrize("experts", [1, 8, 32])
+@pytest.mark.parametrize("routing", matmul.ROUTINGS)
+def test_sizes_add_up_and_are_skewed_as_said(experts, routing):
+    sizes = matmul.Case(experts, 8192, 128, 128, routing).sizes()
+    assert sizes.dtype == np.int32 and sizes.shape == (experts,)
+    assert sizes.sum() == 8192 and sizes.min() > 0
+    uneven = routing != "balanced" and experts > 1
+    assert sizes.max() / sizes.mean() == pytest.approx(2 if uneven else 1, rel=0.01)
+    if experts > 1:
+        assert (sizes % 8 == 0).all() == (routing != "unaligned")
+
+
+def test_report_has_every_engine_beside_the_dense_matmul(tmp_path, capsys):
+    file = tmp_path / "matmul.json"
+    sizes = "--experts 4 --rows 64 --shapes 16x24 --routings balanced,unaligned"
+    timing = "--calls 2 --repetitions 3 --seconds 0.01"
+    arguments = f"{sizes} {timing} --engines blocks,ragged_dot --json {file}"
+    matmul.main(arguments.split())
+    records = json.loads(file.read_text())["records"]
+    engines = ("dense", "blocks", "ragged_dot")
+    want = {
+        (routing, operation, engine)
+        for routing in ("balanced", "unaligned")
+        for operation in matmul.OPERATIONS
+        for engine in engines
+    }
+    assert {(r["case"]["routing"], r["operation"], r["engine"]) for r in records} == want
+    assert all(r["median_us"] > 0 and r["bytes_us"] > 0 for r in records)
+    report = capsys.readouterr().out
+    assert report.count("| dense |") == 6 and "| 4 | 64 | 16 x 24 | unaligned |" in report
+
+
+def test_a_wrong_result_ends_the_bench(monkeypatch):
+    def wrong(rows, weights, sizes, *, engine):
+        del sizes, engine
+        return jnp.einsum("ck,kn->cn", rows, weights[0])
+
+    monkeypatch.setattr(jax_moe, "grouped_matmul", wrong)
+    arguments = "--experts 4 --rows 64 --shapes 16x24 --engines blocks --routings skewed"
+    with pytest.raises(AssertionError, match="blocks, product"):
+        matmul.main(arguments.split())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--engines fastest", "choose from blocks"),
+        ("--routings even", "choose from balanced"),
+        ("--engines tokamax", "tokamax cannot be imported"),
+    ],
+)
+def test_refusals_say_what_there_is(arguments, message, capsys):
+    with pytest.raises(SystemExit):
+        matmul.main(arguments.split())
+    assert message in capsys.readouterr().err
