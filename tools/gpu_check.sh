@@ -45,15 +45,15 @@ section soak 120 bash -c 'tests "$@"' tests ${gpu}_soak.py
 # Stops and kills processes of its own; their logs lie in processes/, beside the section's.
 section processes 150 env JAX_MOE_PROCESS_LOGS="$logs/processes" bash -c 'tests "$@"' tests ${gpu}_processes.py
 suite=${gpu}_process_suite.py
-section suite 250 env JAX_MOE_PROCESS_LOGS="$logs/processes" bash -c 'tests "$@"' tests $suite -k "not beside"
-section beside 100 env JAX_MOE_PROCESS_LOGS="$logs/processes" bash -c 'tests "$@"' tests $suite -k beside
-section trainer 330 bash -c 'tests "$@"' tests ${gpu}_trainer.py
+section suite 460 env JAX_MOE_PROCESS_LOGS="$logs/processes" bash -c 'tests "$@"' tests $suite -k "not beside"
+section beside 160 env JAX_MOE_PROCESS_LOGS="$logs/processes" bash -c 'tests "$@"' tests $suite -k beside
+section trainer 460 bash -c 'tests "$@"' tests ${gpu}_trainer.py
 # Again on one GPU under MPS. What kills a process is left out, or comes last: it can take the server with it.
 mps=(env MPS_LOG="$logs/mps_daemon.log" JAX_MOE_PROCESS_LOGS="$logs/mps" tools/with_mps.sh)
 section mps 150 env JAX_MOE_KILLS=0 "${mps[@]}" bash -c 'tests "$@"' tests ${gpu}_processes.py -k "one_gpu and not survivor"
 section mps_suite 250 "${mps[@]}" bash -c 'tests "$@"' tests $suite -k "one_gpu and not beside"
 section mps_beside 100 "${mps[@]}" bash -c 'tests "$@"' tests $suite -k beside_on_one_gpu
-section mps_trainer 330 "${mps[@]}" bash -c 'tests "$@"' tests ${gpu}_trainer.py -k one_gpu
+section mps_trainer 320 "${mps[@]}" bash -c 'tests "$@"' tests ${gpu}_trainer.py -k one_gpu
 section mps_deepep 400 "${mps[@]}" "$PYTHON" -m jax_moe.bench --shape deepseek-v3 --devices 1 --virtual-ranks 2 \
   --share-gpus --routing balanced --dtype bfloat16 --measures plan+dispatch,combine,plan+dispatch+combine \
   --columns ptx,deepep:20,deepep:24 --seconds 20
