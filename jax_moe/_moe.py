@@ -23,7 +23,7 @@ from jax_moe._grouped_matmul import ROW_ALIGNMENT, Engine, choose_engine
 from jax_moe._grouped_swiglu import grouped_swiglu
 from jax_moe._plan import plan
 from jax_moe._router import RouterConfig, route
-from jax_moe._row_blocks import sum_dtype
+from jax_moe._row_blocks import sum_dtype, vary_alike
 
 
 class MoE(nnx.Module):
@@ -273,6 +273,8 @@ def _local_experts(
     logits = jnp.matmul(x.astype(wide), router.astype(wide), precision=jax.lax.Precision.HIGHEST)
     routing = route(logits, bias, config, expert_ids=forced)
     expert_ids = jnp.where(real[:, None], routing.expert_ids, -1)
+    # Before they are rounded: the replicas' gradients are added up in the weights' own type.
+    _, gate_up, down = vary_alike(x, gate_up, down)
     weights = gate_up.astype(dtype), down.astype(dtype)
     engine, alignment = settings.engine(*weights)
     exchange = plan(

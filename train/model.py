@@ -56,6 +56,19 @@ class Norm(nnx.Module):
         return (x * lax.rsqrt(square + self.eps) * self.scale[...]).astype(self.dtype)
 
 
+class Embedding(nnx.Module):
+    """The look-up of tokens, in float32: so are the gradients of a token's many places added up."""
+
+    def __init__(self, parts: Parts):
+        shape = (parts.config.vocab_size, parts.config.hidden)
+        self.dtype = parts.dtype
+        self.embedding = nnx.Param(parts.kernel_init(parts.rngs.params(), shape, jnp.float32))
+
+    def __call__(self, tokens: Int[Array, "*batch"]) -> Float[Array, "*batch hidden"]:
+        """Returns the tokens' vectors, in the type of the computation."""
+        return jnp.take(self.embedding[...], tokens, axis=0).astype(self.dtype)
+
+
 def rotate(x: Float[Array, "... dim"], angles: Float[Array, "... half"]) -> Array:
     """Turns the pairs (x0, x1), (x2, x3), ... by `angles`, in float32.
 
@@ -220,13 +233,7 @@ class LanguageModel(nnx.Module):
         # One stream per block, so that a block starts alike whether it is stacked or not.
         keys = jax.random.split(jax.random.key(seed), config.num_layers + 1)
         ends = Parts(config, nnx.Rngs(keys[-1]))
-        self.embedding = nnx.Embed(
-            config.vocab_size,
-            config.hidden,
-            dtype=ends.dtype,
-            embedding_init=ends.kernel_init,
-            rngs=ends.rngs,
-        )
+        self.embedding = Embedding(ends)
         dense, moe = keys[: config.num_dense_layers], keys[config.num_dense_layers : -1]
         self.dense_blocks = nnx.List(Block(Parts(config, nnx.Rngs(key)), DenseMLP) for key in dense)
         experts = functools.partial(make_experts, group=group, implementation=implementation)
