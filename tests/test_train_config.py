@@ -95,6 +95,7 @@ def test_json_refuses(change, message):
         {"optimizer__bias_frozen_steps": -1},
         {"micro_batches": 3},
         {"data__bytes_per_token": 0.0},
+        {"attention": "cudnn"},
     ],
 )
 def test_impossible_values(values):

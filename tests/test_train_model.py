@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import toy
 
-from train.model import rotate
+from train.model import MIXES, find_places, rotate
 from train.step import Trainer
 
 pytestmark = pytest.mark.cpu
@@ -37,6 +37,26 @@ def test_a_token_sees_only_those_before_it():
     first, second = logits(toy.CONFIG, tokens, changed)
     np.testing.assert_array_equal(first[:, :15], second[:, :15])
     assert (first[:, 15:] != second[:, 15:]).any(axis=-1).mean() > 0.9
+
+
+def test_flash_attention_is_asked_for_the_same(monkeypatch):
+    """XLA's own implementation stands in for cuDNN's: scale, causality, values less wide."""
+    asked, real = [], jax.nn.dot_product_attention
+
+    def by_xla(*arrays, implementation, **options):
+        asked.append(implementation)
+        return real(*arrays, implementation="xla", **options)
+
+    monkeypatch.setattr(jax.nn, "dot_product_attention", by_xla)
+    random = np.random.default_rng(0)
+    shapes = (2, 7, 3, 16), (2, 7, 3, 16), (2, 7, 3, 12)
+    query, key, value = (jnp.asarray(random.normal(size=s), jnp.float32) for s in shapes)
+    visible = find_places(7, None).visible
+    found = MIXES["cudnn"](query, key, value, visible)
+    np.testing.assert_allclose(
+        found, MIXES["xla"](query, key, value, visible), rtol=1e-5, atol=1e-6
+    )
+    assert asked == ["cudnn"]
 
 
 def test_bfloat16_computation_is_near_and_its_logits_are_float32():

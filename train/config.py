@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 Implementation = Literal["ptx", "cpu", "xla", "reference"]
+AttentionName = Literal["xla", "cudnn"]
 
 
 def _refuse(condition: bool, message: str) -> None:
@@ -224,6 +225,8 @@ class Config:
     """Of initialisation and data order."""
     implementation: Implementation | None = None
     """What carries the tokens; None is the fastest that this backend has."""
+    attention: AttentionName = "xla"
+    """Who computes it: XLA from whole score matrices, or cuDNN's flash attention (NVIDIA GPUs)."""
     run_dir: str | None = None
     """Folder of log, plot and checkpoints; None for runs/NAME."""
     save_every: int = 100
@@ -258,6 +261,19 @@ class Config:
             f"micro_batches={self.micro_batches} must be 1 or more and divide "
             f"data.batch={self.data.batch}.",
         )
+        model = self.model
+        _refuse(
+            self.attention == "cudnn"
+            and (
+                model.dtype != "bfloat16"
+                or self.data.documents
+                or model.value_dim > model.nope_dim + model.rope_dim
+            ),
+            f'attention="cudnn" with model.dtype={model.dtype}, data.documents='
+            f"{self.data.documents}, model.value_dim={model.value_dim}: it takes bfloat16, one "
+            f"document a window, and values no wider than keys ({model.nope_dim + model.rope_dim})."
+            ' Use attention="xla".',
+        )
 
     @property
     def folder(self) -> Path:
@@ -272,7 +288,7 @@ class Config:
 _FREE = {"steps", "run_dir", "save_every", "keep_checkpoints", "eval_every", "print_every"}
 _FREE |= {"dead_s", "stall_s"}
 _FREE |= {"profile_at", "profile_steps", "peak_tflops", "tensorboard"}
-_FREE |= {"mesh", "implementation", "micro_batches", "nan_guard"}
+_FREE |= {"mesh", "implementation", "attention", "micro_batches", "nan_guard"}
 
 
 def to_dict(config: Any) -> dict[str, Any]:

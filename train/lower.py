@@ -63,14 +63,15 @@ def passing_bytes(trainer: Trainer) -> dict[str, int]:
         num_ranks=trainer.group.num_ranks,
         capacity_factor=model.capacity_factor,
     )
-    return {
+    found = {
         "residual stream at each layer": model.num_layers * tokens * model.hidden * size,
         "expert rows of one layer": ranks * rows * model.hidden * size,
-        "attention scores of one layer, float32": (
-            tokens * trainer.config.data.sequence * model.num_heads * 4
-        ),
         "logits, float32": tokens * model.vocab_size * 4,
     }
+    if trainer.config.attention == "xla":
+        scores = tokens * trainer.config.data.sequence * model.num_heads * 4
+        found["attention scores of one layer, float32"] = scores
+    return found
 
 
 def report(config: Config, num_devices: int) -> str:

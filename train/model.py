@@ -14,15 +14,15 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
 import jax_moe
-from train.config import Implementation, ModelConfig
+from train.config import AttentionName, Implementation, ModelConfig
 from train.routing import router_config
 
 
 class Parts:
     """Makes the parts that all blocks share, with one type, initialiser and random stream."""
 
-    def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
-        self.config, self.rngs = config, rngs
+    def __init__(self, config: ModelConfig, attention: AttentionName, rngs: nnx.Rngs):
+        self.config, self.attention, self.rngs = config, attention, rngs
         self.dtype = jnp.dtype(config.dtype)
         self.kernel_init = nnx.initializers.normal(config.init_std)
 
@@ -114,6 +114,33 @@ def find_places(length: int, segments: Int[Array, "batch length"] | None) -> Pla
     return Places(positions, (causal & same)[:, None], segments > 0)
 
 
+def mix_by_scores(
+    query: Float[Array, "batch length heads dim"],
+    key: Float[Array, "batch length heads dim"],
+    value: Float[Array, "batch length heads value_dim"],
+    visible: Bool[Array, ...],
+) -> Float[Array, "batch length heads value_dim"]:
+    """Returns each token's mean of the values that it sees, weighed by a softmax in float32.
+
+    Holds the scores of all pairs of tokens, also for the backward pass.
+    """
+    scores = jnp.einsum("bqhd,bkhd->bhqk", query, key).astype(jnp.float32)
+    scores = jnp.where(visible, scores * query.shape[-1] ** -0.5, -jnp.inf)
+    return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores).astype(value.dtype), value)
+
+
+def mix_by_cudnn(query: Array, key: Array, value: Array, visible: Array) -> Array:
+    """The same for one document a window by cuDNN's flash attention, which keeps no scores."""
+    del visible  # causal
+    missing = query.shape[-1] - value.shape[-1]  # it wants values as wide as keys
+    padded = jnp.pad(value, ((0, 0), (0, 0), (0, 0), (0, missing)))
+    mixed = jax.nn.dot_product_attention(query, key, padded, is_causal=True, implementation="cudnn")
+    return mixed[..., : value.shape[-1]]
+
+
+MIXES = {"xla": mix_by_scores, "cudnn": mix_by_cudnn}
+
+
 class Attention(nnx.Module):
     """Multi-head latent attention, causal.
 
@@ -123,6 +150,7 @@ class Attention(nnx.Module):
 
     def __init__(self, parts: Parts):
         c = self.config = parts.config
+        self.mix = MIXES[parts.attention]
         head = c.nope_dim + c.rope_dim
         if c.q_rank is None:
             self.q = parts.linear(c.hidden, c.num_heads * head)
@@ -149,13 +177,12 @@ class Attention(nnx.Module):
         angles = places.positions[..., None] * frequencies
         query, query_rope = jnp.split(q, [c.nope_dim], axis=-1)
         query_rope = rotate(query_rope, angles[..., None, :])
-        key_rope = rotate(key_rope, angles)
-
-        scores = jnp.einsum("bqhd,bkhd->bhqk", query, key)
-        scores = scores + jnp.einsum("bqhd,bkd->bhqk", query_rope, key_rope)
-        scores = scores.astype(jnp.float32) * (c.nope_dim + c.rope_dim) ** -0.5
-        weights = jax.nn.softmax(jnp.where(places.visible, scores, -jnp.inf)).astype(x.dtype)
-        mixed = jnp.einsum("bhqk,bkhd->bqhd", weights, value)
+        # Spread over the heads in float32, so that the heads' gradients are added up in float32.
+        key_rope = rotate(key_rope.astype(jnp.float32), angles)[:, :, None]
+        key_rope = jnp.broadcast_to(key_rope, query_rope.shape).astype(x.dtype)
+        query = jnp.concatenate([query, query_rope], axis=-1)
+        key = jnp.concatenate([key, key_rope], axis=-1)
+        mixed = self.mix(query, key, value, places.visible)
         return self.out(mixed.reshape(batch, length, -1))
 
 
@@ -213,6 +240,7 @@ class LanguageModel(nnx.Module):
       config: sizes.
       group: where the experts live; everything else is split by batch over the whole mesh.
       implementation: what carries the tokens, as in `jax_moe.MoE`.
+      attention: what computes it, as in `Config`.
       gather: puts together the parameters of a part of the model when it runs.
       force: gives the experts of all tokens [batch, length] in every MoE layer, int32 [layers,
         batch, length, K]; None leaves the choice to the routers.
@@ -225,6 +253,7 @@ class LanguageModel(nnx.Module):
         group: jax_moe.ExpertGroup,
         implementation: Implementation | None = None,
         *,
+        attention: AttentionName = "xla",
         gather: Callable[[nnx.State], nnx.State],
         force: Callable[[Array], Array] | None = None,
         seed: int,
@@ -232,14 +261,18 @@ class LanguageModel(nnx.Module):
         self.config, self.group, self.gather, self.force = config, group, gather, force
         # One stream per block, so that a block starts alike whether it is stacked or not.
         keys = jax.random.split(jax.random.key(seed), config.num_layers + 1)
-        ends = Parts(config, nnx.Rngs(keys[-1]))
+
+        def parts(key):
+            return Parts(config, attention, nnx.Rngs(key))
+
+        ends = parts(keys[-1])
         self.embedding = Embedding(ends)
         dense, moe = keys[: config.num_dense_layers], keys[config.num_dense_layers : -1]
-        self.dense_blocks = nnx.List(Block(Parts(config, nnx.Rngs(key)), DenseMLP) for key in dense)
+        self.dense_blocks = nnx.List(Block(parts(key), DenseMLP) for key in dense)
         experts = functools.partial(make_experts, group=group, implementation=implementation)
 
         def make_block(key):
-            return Block(Parts(config, nnx.Rngs(key)), experts)
+            return Block(parts(key), experts)
 
         self.moe_blocks: Block | nnx.List
         if config.scan_layers and config.num_moe_layers:

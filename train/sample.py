@@ -68,7 +68,8 @@ def load_run(folder: Path) -> tuple[Trainer, TrainState]:
     path = folder / "config.json"
     if not path.exists():
         raise ValueError(f"{folder} holds no run (no config.json): train first (make train).")
-    config = dataclasses.replace(configs.load(path), routing=configs.RoutingConfig())
+    config = configs.load(path)
+    config = dataclasses.replace(config, routing=configs.RoutingConfig(), attention="xla")
     use_devices(int(config.mesh.cpu_devices > 0))
     group = jax_moe.ExpertGroup(jax_moe.make_mesh(rank=1, devices=jax.devices()[:1]))
     trainer = Trainer(config, group)

@@ -143,6 +143,7 @@ class Trainer:
             config.model,
             self.group,
             config.implementation,
+            attention=config.attention,
             gather=self.layout.gather,
             force=forced_routing(config),
             seed=config.seed,
