@@ -11,10 +11,11 @@ import toy
 from jax.sharding import PartitionSpec
 
 import jax_moe
-from train import sharding
+from train import packing, sharding
 from train.checkpoint import Checkpoints
 from train.config import MeshConfig
-from train.step import Trainer, add_up
+from train.data import Packed
+from train.step import Trainer, add_up, real_predictions
 
 pytestmark = pytest.mark.cpu
 
@@ -74,6 +75,43 @@ def test_another_mesh_with_micro_batches_goes_on_alike(tmp_path, monkeypatch):
         for name in ("max_vio", "min_load", "aux_loss", "router_entropy"):
             ours_value, value = getattr(ours["moe"], name), getattr(theirs["moe"], name)
             np.testing.assert_allclose(ours_value, value, rtol=1e-5, err_msg=name)
+
+
+def packed(config) -> Packed:
+    """A batch of documents of random lengths: three a window, in every other two windows two."""
+    random, window = np.random.default_rng(3), config.data.sequence + 1
+    rows = []
+    for row in range(config.data.batch):
+        lengths = random.integers(2, 9, 3 - row % 4 // 2)
+        rows.append(packing.pack([random.integers(0, 256, n, np.uint8) for n in lengths], window))
+    batch = Packed(*(np.concatenate(arrays) for arrays in zip(*rows, strict=True)))
+    assert len(batch.tokens) == config.data.batch
+    return batch
+
+
+def test_packed_documents_in_micro_batches():
+    """Each has another number of predictions, and they weigh alike all the same."""
+    config = toy.changed(CONFIG, data__documents=True, optimizer__clip_norm=1e9)
+    batch = packed(config)
+    real = np.asarray(real_predictions(batch.segments)).sum(axis=1)
+    assert real.reshape(-1, 4).sum(axis=0).max() > 1.1 * real.reshape(-1, 4).sum(axis=0).min()
+    group, start, found = toy.group("2 devices, 4 virtual ranks"), None, []
+    for parts in (1, 4):
+        trainer = Trainer(toy.changed(config, micro_batches=parts), group)
+        start = jax.device_get(start or toy.first_state(trainer))
+        state = jax.device_put(start, trainer.shardings)
+        step = trainer.compile_step(toy.FAST_COMPILE)
+        ((metrics,), state) = run(trainer, step, state, [batch])
+        found.append((metrics, toy.gradients(state)))
+    (whole, expected), (parts, summed) = found
+    np.testing.assert_allclose(parts["loss"], whole["loss"], rtol=1e-6)
+    toy.assert_gradients_near(summed, expected)
+    # The last token of a full window is predicted only, so it goes to no expert.
+    tokens = (batch.segments[:, :-1] > 0).sum() * config.model.top_k
+    for metrics in (whole, parts):
+        assert metrics["moe"].counts.sum(axis=1).tolist() == [tokens]
+    np.testing.assert_array_equal(parts["moe"].counts, whole["moe"].counts)
+    np.testing.assert_array_equal(parts["bias"], whole["bias"])
 
 
 def test_counts_are_added_up_not_their_signs():

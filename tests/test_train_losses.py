@@ -7,6 +7,9 @@ import numpy as np
 import pytest
 import toy
 
+from train import sharding
+from train.config import MeshConfig
+from train.sharding import make_group
 from train.step import Trainer
 
 pytestmark = pytest.mark.cpu
@@ -23,14 +26,26 @@ def start(**changes):
 
 
 @functools.cache
-def losses(mesh: str, stacked: bool = False, **changes) -> np.ndarray:
+def train(mesh: str | MeshConfig, stacked: bool = False, **changes):
+    """Losses by step, and the gradients of the first one."""
     scan = {"model__scan_layers": True} if stacked else {}
-    trainer = Trainer(toy.changed(toy.CONFIG, **changes, **scan), toy.group(mesh))
+    if isinstance(mesh, str):
+        group = toy.group(mesh)
+    else:
+        group, changes = make_group(mesh), changes | {"mesh": mesh}
+    trainer = Trainer(toy.changed(toy.CONFIG, **changes, **scan), group)
     state = jax.device_put(start(**scan), trainer.shardings)
-    found = np.array(toy.losses(trainer, state, toy.windows(STEPS)))
-    assert found.shape == (STEPS,)
+    step, found, gradients = trainer.compile_step(toy.FAST_COMPILE), [], {}
+    for batch in toy.windows(STEPS):
+        state, metrics = step(state, jax.device_put(batch, trainer.batch_sharding))
+        gradients = gradients or toy.gradients(state)
+        found.append(float(metrics["loss"]))
     assert np.isfinite(found).all()
-    return found
+    return np.array(found), gradients
+
+
+def losses(mesh: str, **changes) -> np.ndarray:
+    return train(mesh, **changes)[0]
 
 
 @pytest.mark.parametrize("mesh", [mesh for mesh in toy.MESHES if mesh != FIRST])
@@ -44,9 +59,21 @@ def test_implementations(implementation):
     np.testing.assert_allclose(found, losses(FIRST), rtol=1e-5)
 
 
-def test_stacked_layers_recomputed():
-    found = losses(FIRST, stacked=True, model__remat=True)
-    np.testing.assert_allclose(found, losses(FIRST), rtol=1e-5)
+def test_cut_parameters_of_stacked_layers_recomputed(monkeypatch):
+    monkeypatch.setattr(sharding, "_SMALL", 1)
+    cut = MeshConfig(fsdp=2, node=2, rank=2, shard_dense=True)
+    found, gradients = train(cut, stacked=True, model__remat=True)
+    expected, whole = train(FIRST)
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+    toy.assert_gradients_near(gradients, {path: stack(whole, path) for path in gradients})
+
+
+def stack(gradients: dict[str, np.ndarray], path: str) -> np.ndarray:
+    """The array of that path where layers are stacked."""
+    if path in gradients:
+        return gradients[path]
+    head, _, rest = path.partition("/")
+    return np.stack([gradients[f"{head}/{layer}/{rest}"] for layer in range(2)])
 
 
 def test_it_learns():
