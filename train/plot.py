@@ -81,16 +81,20 @@ def _draw_line(axes, x: np.ndarray, steps: list[dict], key: str, label: str) -> 
 
 
 def _draw_balance(axes, x: np.ndarray, steps: list[dict]) -> None:
-    """Draws per layer how far the fullest expert is above the mean load, and the emptiest one."""
+    """Draws how far the fullest expert is above the mean load, and the emptiest one."""
     if "layers" not in steps[0]:
         return
-    for key, label in (("max_vio", "max/mean - 1"), ("min_load", "min/mean")):
-        values = np.array([record["layers"][key] for record in steps])
-        for layer in range(values.shape[1]):
-            colour = f"C{layer + (0 if key == 'max_vio' else values.shape[1])}"
-            axes.plot(x, values[:, layer], color=colour, alpha=0.2, linewidth=0.5)
-            name = f"MoE layer {layer}: {label}"
-            axes.plot(x, running_mean(values[:, layer]), color=colour, label=name)
+    lines = (
+        ("max_vio", "fullest: max/mean - 1", "red"),
+        ("min_load", "emptiest: min/mean", "blue"),
+    )
+    for key, label, colour in lines:
+        layers = np.array([record["layers"][key] for record in steps]).T
+        for values in layers:
+            axes.plot(x, running_mean(values), color=f"tab:{colour}", alpha=0.4, linewidth=0.6)
+        mean = running_mean(layers.mean(axis=0))
+        label = f"{label}; MoE layers (thin: {len(layers)}) and their mean"
+        axes.plot(x, mean, color=f"tab:{colour}", label=label)
     axes.set_ylim(bottom=0)
     axes.set_ylabel("load of the experts")
     axes.grid(alpha=0.3)
