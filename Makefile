@@ -59,8 +59,9 @@ DATA ?=
 RUN ?= runs/tiny$(if $(DATA),-$(basename $(notdir $(DATA))))
 PROMPT ?= In the beginning
 LENGTH ?= 400
-train: export TRAIN_COMMAND := make train STEPS=$(STEPS)$(if $(DATA), DATA=$(DATA))$(if \
-    $(filter-out file,$(origin RUN)), RUN=$(RUN))$(if $(FLAGS), FLAGS="$(FLAGS)")
+quoted = $(if $(word 2,$(1)),'$(1)',$(1))
+train: export TRAIN_COMMAND := make train STEPS=$(STEPS)$(if $(DATA), DATA=$(call quoted,$(DATA)))$(if \
+    $(filter-out file,$(origin RUN)), RUN=$(call quoted,$(RUN)))$(if $(FLAGS), FLAGS="$(FLAGS)")
 train: install
 	@$(VENV)/bin/python -m train tiny --steps $(STEPS) --run-dir '$(RUN)' \
 	    $(if $(DATA),--data.file '$(DATA)') $(FLAGS)

@@ -1,7 +1,9 @@
 """What the others of a run say and do when a process dies, stops, sticks or fails; without JAX."""
 
+import json
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -10,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import train
+from train import watcher
 from train.watch import LOST_PEER
 
 pytestmark = pytest.mark.multiproc
@@ -148,3 +151,26 @@ def test_all_is_well(start):
     group = start(process0="end 90", process1="end 60", process2="end 120")
     assert group.ends() == [0, 0, 0]
     assert not any("error" in group.text(index) for index in range(PROCESSES))
+
+
+def test_a_process_is_done_when_the_connection_to_the_hub_ends():
+    """Both come at once, as where a watcher did not get to run in between."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        own = dict(index=1, host="here", pid=1, token="token")  # pid: no process of ours
+        options = own | dict(hub="127.0.0.1", port=port, dead_s=LONG_S, stall_s=LONG_S)
+        command = [sys.executable, "-I", "-S", watcher.__file__, json.dumps(options)]
+        pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+        with subprocess.Popen(command, **pipes) as process:
+            connection, _ = server.accept()
+            assert json.loads(process.stdout.readline()) == {"ready": port}
+            process.send_signal(signal.SIGSTOP)
+            while "\nState:\tT" not in Path(f"/proc/{process.pid}/status").read_text():
+                time.sleep(0.01)
+            process.stdin.write(b'{"done": true}\n')
+            process.stdin.flush()
+            connection.shutdown(socket.SHUT_WR)
+            process.send_signal(signal.SIGCONT)
+            assert process.wait(timeout=60) == 0
+            assert process.stderr.read() == b""
+            connection.close()
