@@ -5,7 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import toy
+from flax import nnx
 
+from train import model
 from train.model import MIXES, find_places, rotate
 from train.step import Trainer
 
@@ -66,3 +68,24 @@ def test_bfloat16_computation_is_near_and_its_logits_are_float32():
     assert rounded.dtype == np.float32
     assert not np.array_equal(exact, rounded)
     assert np.abs(exact - rounded).max() < 0.05 * np.abs(exact).max()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_look_up_by_matmul_is_the_look_up(dtype, monkeypatch):
+    config = toy.changed(toy.CONFIG, model__dtype=dtype).model
+    embedding = model.Embedding(model.Parts(config, "xla", nnx.Rngs(0)))
+    rng = np.random.default_rng(0)
+    tokens = jnp.asarray(rng.integers(0, config.vocab_size, (4, 64)))
+    dy = jnp.asarray(rng.standard_normal((4, 64, config.hidden)), dtype)
+    graph, state = nnx.split(embedding)
+    outcomes = []
+    for small in (config.vocab_size, 0):
+        monkeypatch.setattr(model, "SMALL_VOCABULARY", small)
+        y, pull = jax.vjp(lambda state: nnx.merge(graph, state)(tokens), state)
+        outcomes.append((y, jax.tree.leaves(pull(dy))[0]))
+    (y, gradient), (want, want_gradient) = outcomes
+    assert y.dtype == want.dtype == dtype
+    np.testing.assert_array_equal(y, want)
+    assert gradient.dtype == jnp.float32
+    tolerance = 1e-6 if dtype == "float32" else 2.0**-8  # the sum is rounded once
+    np.testing.assert_allclose(gradient, want_gradient, rtol=tolerance, atol=tolerance)

@@ -56,8 +56,17 @@ class Norm(nnx.Module):
         return (x * lax.rsqrt(square + self.eps) * self.scale[...]).astype(self.dtype)
 
 
+# A vocabulary of at most so many tokens is looked up by a matmul.
+SMALL_VOCABULARY = 1024
+
+
 class Embedding(nnx.Module):
-    """The look-up of tokens, in float32: so are the gradients of a token's many places added up."""
+    """The look-up of tokens; the gradients of a token's many places are added up in float32.
+
+    With few tokens in the vocabulary a token has so many places that adding up one by one, as the
+    gradient of a look-up does, took half of a training step of `debug` on an H200. Then a matmul
+    with one-hot rows looks up, with the same result, and another one adds up.
+    """
 
     def __init__(self, parts: Parts):
         shape = (parts.config.vocab_size, parts.config.hidden)
@@ -66,7 +75,11 @@ class Embedding(nnx.Module):
 
     def __call__(self, tokens: Int[Array, "*batch"]) -> Float[Array, "*batch hidden"]:
         """Returns the tokens' vectors, in the type of the computation."""
-        return jnp.take(self.embedding[...], tokens, axis=0).astype(self.dtype)
+        table = self.embedding[...]
+        if len(table) > SMALL_VOCABULARY:
+            return jnp.take(table, tokens, axis=0).astype(self.dtype)
+        one_hot = jax.nn.one_hot(tokens, len(table), dtype=self.dtype)
+        return jnp.matmul(one_hot, table.astype(self.dtype), precision=lax.Precision.HIGHEST)
 
 
 def rotate(x: Float[Array, "... dim"], angles: Float[Array, "... half"]) -> Array:
