@@ -25,9 +25,10 @@ def job(tmp_path_factory) -> jobs.Job:
 
 @pytest.fixture(scope="module")
 def alone(job) -> np.ndarray:
-    """Losses of a run in one process."""
+    """Losses of a run in one process, twice as long as the others."""
     output = job.folder / "alone.txt"
-    run = job.start(job.command("train", *job.arguments("alone")), output)
+    arguments = job.arguments("alone", "--steps", str(2 * jobs.STEPS))
+    run = job.start(job.command("train", *arguments), output)
     assert run.wait() == 0, output.read_text()
     return job.losses("alone")
 
@@ -43,7 +44,7 @@ def test_two_processes_train_as_one_does_and_stop_together(job, alone):
     assert "stopped and saved; go on with: " in printed
     assert "train.launch_local --processes 2 -- " in printed
     losses = job.losses("two")
-    np.testing.assert_allclose(losses[: jobs.STEPS], alone, rtol=1e-5)
+    np.testing.assert_allclose(losses[: jobs.STEPS], alone[: jobs.STEPS], rtol=1e-5)
     # Both processes stopped after the same step, or there would be no checkpoint of both.
     assert job.checkpoints("two")[-1] == len(losses)
     assert (job.folder / "two" / "logs" / "process-1.log").exists()
@@ -123,16 +124,17 @@ report.Reporter.step = step_and_die
 
 
 def on_hosts(job, number: int, victim: int | None = None) -> tuple[list[int], list[int], list[str]]:
-    """Trains with one process on each host; `victim` dies after step 15.
+    """Trains with one process on each host to twice STEPS; `victim` dies 5 steps after STEPS.
 
     Returns each process's id, exit status and output.
     """
-    arguments = job.arguments("hosts", "--save-every", "10")
+    length = "--steps", str(2 * jobs.STEPS), "--save-every", str(jobs.STEPS)
+    arguments = job.arguments("hosts", *length)
     with hosts.Hosts(number, job.folder) as machines:
         processes, outputs = [], []
         for index in range(number):
-            checkpoint = str(job.folder / "hosts" / "checkpoints" / "10")
-            dies = DIES_AFTER_STEP.format(number=15, checkpoint=checkpoint)
+            checkpoint = str(job.folder / "hosts" / "checkpoints" / str(jobs.STEPS))
+            dies = DIES_AFTER_STEP.format(number=jobs.STEPS + 5, checkpoint=checkpoint)
             before = dies if index == victim else ""
             outputs.append(job.folder / f"host{index}.txt")
             environment = {
@@ -154,20 +156,23 @@ def on_hosts(job, number: int, victim: int | None = None) -> tuple[list[int], li
 
 
 def test_of_four_hosts_one_dies_and_two_go_on_to_the_same_losses(job, alone):
+    """Four take STEPS steps without a break, and a few more; two the next STEPS."""
+    last = jobs.STEPS + 5
     pids, statuses, outputs = on_hosts(job, 4, victim=2)
     printed = "\n".join(outputs)
     assert statuses == [LOST_PEER, LOST_PEER, -signal.SIGKILL, LOST_PEER], printed
     for index in (0, 1, 3):
-        victim = rf"process 2 \(host host2, pid {pids[2]}\) died \(step 15, running the step\)"
-        pattern = rf"error: process {index}, step 1[56], [^:]*: {victim}"
+        where = rf"step {last}, running the step"
+        victim = rf"process 2 \(host host2, pid {pids[2]}\) died \({where}\)"
+        pattern = rf"error: process {index}, step ({last}|{last + 1}), [^:]*: {victim}"
         assert re.search(pattern, outputs[index]), outputs[index]
-    assert job.checkpoints("hosts") == [10]
-    np.testing.assert_allclose(job.losses("hosts"), alone[:15], rtol=1e-5)
+    assert job.checkpoints("hosts") == [jobs.STEPS]
+    np.testing.assert_allclose(job.losses("hosts"), alone[:last], rtol=1e-5)
 
     _, statuses, outputs = on_hosts(job, 2)
     assert statuses == [0, 0], "\n".join(outputs)
-    assert "going on from the checkpoint at step 10" in outputs[0]
-    assert job.checkpoints("hosts") == [10, jobs.STEPS]
+    assert f"going on from the checkpoint at step {jobs.STEPS}\n" in outputs[0]
+    assert job.checkpoints("hosts") == [jobs.STEPS, 2 * jobs.STEPS]
     np.testing.assert_allclose(job.losses("hosts"), alone, rtol=1e-5)
 
 
@@ -178,4 +183,4 @@ def test_started_by_mpirun(job, alone):
     environment = {"PYTHON": sys.executable, "MPIRUN_FLAGS": "--oversubscribe"}
     run = job.start([script, "2", *job.arguments("mpirun")], output, **environment)
     assert run.wait() == 0, output.read_text()
-    np.testing.assert_allclose(job.losses("mpirun"), alone, rtol=1e-5)
+    np.testing.assert_allclose(job.losses("mpirun"), alone[: jobs.STEPS], rtol=1e-5)
