@@ -22,14 +22,14 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from jax_moe import _pallas_matmul, _row_blocks
+from jax_moe import _pallas_operands, _row_blocks
 from jax_moe._row_blocks import sum_dtype
 
 Engine = Literal["blocks", "large_blocks", "pallas", "ragged_dot"]
 # Fewer rows leave the matmul short of work per weight read, more are wasted on small groups.
 BLOCK_ROWS: dict[Engine, int] = {"blocks": 64, "large_blocks": 1024}
 # Rows to a multiple of which groups are best padded, for engines that care.
-ROW_ALIGNMENT: dict[Engine, int] = {"pallas": _pallas_matmul.ALIGNMENT}
+ROW_ALIGNMENT: dict[Engine, int] = {"pallas": _pallas_operands.ALIGNMENT}
 
 
 def grouped_matmul(
@@ -77,7 +77,7 @@ def resolve_engine(engine: Engine | None, rows: Array, *weights: Array) -> Engin
         return choose_engine(jax.local_devices()[0], rows, *weights)
     if engine not in get_args(Engine):
         raise ValueError(f"engine={engine!r}: must be one of {get_args(Engine)} or None.")
-    obstacle = _pallas_matmul.obstacle(rows, *weights) if engine == "pallas" else None
+    obstacle = _pallas_operands.obstacle(rows, *weights) if engine == "pallas" else None
     if obstacle:
         raise ValueError(f'engine="pallas" with {obstacle}; None takes an engine that fits.')
     return engine
@@ -88,7 +88,7 @@ def choose_engine(device: Any, rows: Any, *weights: Any) -> Engine:
     if device.platform == "cpu":
         return "blocks"
     is_hopper = getattr(device, "compute_capability", "").startswith("9.")
-    fits = is_hopper and not _pallas_matmul.obstacle(rows, *weights)
+    fits = is_hopper and not _pallas_operands.obstacle(rows, *weights)
     return "pallas" if fits else "large_blocks"
 
 
@@ -121,7 +121,7 @@ def _matmul(static: tuple[Engine, int, bool], rows: Array, weights: Array, sizes
     if engine == "ragged_dot":
         return _matmul_ragged(rows, weights, sizes, virtual_ranks, transposed)
     if engine == "pallas":
-        return _pallas_matmul.product(
+        return _pallas_operands.kernels().product(
             rows,
             weights,
             _row_blocks.group_starts(sizes, virtual_ranks, len(rows)),
@@ -156,7 +156,7 @@ def _outer(static: tuple[Engine, int], left: Array, right: Array, sizes: Array) 
         return _outer_ragged(left, right, sizes, virtual_ranks)
     if engine == "pallas":
         starts = _row_blocks.group_starts(sizes, virtual_ranks, len(left))
-        return _pallas_matmul.outer(left, right, starts, sizes)
+        return _pallas_operands.kernels().outer(left, right, starts, sizes)
     return _outer_blocks(BLOCK_ROWS[engine], left, right, sizes, virtual_ranks)
 
 

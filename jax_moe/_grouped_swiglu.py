@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from jax_moe import _pallas_matmul
+from jax_moe import _pallas_operands
 from jax_moe._grouped_matmul import (
     BLOCK_ROWS,
     Engine,
@@ -204,8 +204,8 @@ def _swiglu_pallas_bwd(static, saved, cotangent):
     hidden, pull = jax.vjp(gate, inner, row_s)
     d_inner, d_s = pull(product(cotangent, down, transposed=True, zero_tail=False))
     d_rows = product(d_inner, gate_up, transposed=True)
-    d_in = _pallas_matmul.outer(rows, d_inner, starts, sizes)
-    d_out = _pallas_matmul.outer(hidden, cotangent, starts, sizes)
+    outer = _pallas_operands.kernels().outer
+    d_in, d_out = (outer(*pair, starts, sizes) for pair in ((rows, d_inner), (hidden, cotangent)))
     # Past the last group it was computed from rows that hold anything.
     virtual_ranks = static[0]
     row = lax.iota(jnp.int32, len(rows)).reshape(virtual_ranks, -1)
@@ -218,7 +218,7 @@ def _products(static, sizes, num_rows):
     virtual_ranks, zero_tail = static
     starts = group_starts(sizes, virtual_ranks, num_rows)
     product = functools.partial(
-        _pallas_matmul.product,
+        _pallas_operands.kernels().product,
         starts=starts,
         sizes=sizes,
         virtual_ranks=virtual_ranks,

@@ -26,13 +26,12 @@ from jax.experimental.pallas import mosaic_gpu
 from jaxtyping import Array
 
 from jax_moe._implementation import cast_varying, varying_axes
+from jax_moe._pallas_operands import ALIGNMENT, TILE_ROWS
 
 plgpu: Any = mosaic_gpu  # whose annotations call its own classes abstract
 
-HALF = 64  # rows of a warpgroup's part of a tile: those of one wgmma
-TILE_ROWS = 2 * HALF
+HALF = TILE_ROWS // 2  # rows of a warpgroup's part of a tile: those of one wgmma
 STEP = 64  # of the contracted dimension; 128 bytes of bfloat16, the widest swizzle
-ALIGNMENT = 8  # of the row at which a copy begins
 SLOTS = 4  # 48 KiB each with the widest tile
 # Tiles narrower than the widest where there would be few for each multiprocessor: of the last, on
 # average half of the multiprocessors have none.
@@ -40,18 +39,6 @@ FEW_TILES = 8
 # Tiles that run at one time form a square of the result, so that operands come from the L2 cache.
 PANEL = 16
 PRODUCER = 2  # the warpgroup that copies
-
-
-def obstacle(rows: Any, *weights: Any) -> str | None:
-    """Why the kernels do not take these operands, or None if they do."""
-    odd = [n for w in weights for n in w.shape[1:] if n % TILE_ROWS]
-    if rows.dtype != jnp.bfloat16:
-        return f"{rows.dtype} operands: they must be bfloat16"
-    if rows.shape[0] % ALIGNMENT or not rows.shape[0]:
-        return f"{rows.shape[0]} rows: they must be a multiple of {ALIGNMENT}"
-    if odd:
-        return f"weights of width {odd[0]}: both of their widths must be multiples of {TILE_ROWS}"
-    return None
 
 
 def product(

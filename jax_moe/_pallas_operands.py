@@ -1,0 +1,30 @@
+"""What the kernels of `_pallas_matmul` take; here, because importing those takes a second."""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+import jax.numpy as jnp
+
+TILE_ROWS = 128
+ALIGNMENT = 8  # of the row at which a copy begins
+
+
+def kernels() -> ModuleType:
+    """The kernels, imported when they are first needed: on a GPU."""
+    from jax_moe import _pallas_matmul
+
+    return _pallas_matmul
+
+
+def obstacle(rows: Any, *weights: Any) -> str | None:
+    """Why the kernels do not take these operands, or None if they do."""
+    odd = [n for w in weights for n in w.shape[1:] if n % TILE_ROWS]
+    if rows.dtype != jnp.bfloat16:
+        return f"{rows.dtype} operands: they must be bfloat16"
+    if rows.shape[0] % ALIGNMENT or not rows.shape[0]:
+        return f"{rows.shape[0]} rows: they must be a multiple of {ALIGNMENT}"
+    if odd:
+        return f"weights of width {odd[0]}: both of their widths must be multiples of {TILE_ROWS}"
+    return None
