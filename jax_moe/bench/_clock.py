@@ -20,6 +20,17 @@ LEAST = 3  # repetitions of a program
 LEAST_SECONDS = 0.5  # for all its repetitions, if `most` does not end them before
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Timed:
+    """A program's repetitions, microseconds: median, mean, standard deviation, least."""
+
+    median_us: float
+    mean_us: float
+    deviation_us: float
+    least_us: float
+    repetitions: int
+
+
 @dataclasses.dataclass(frozen=True)
 class Times:
     """Seconds of each repetition of one program, each that of the slowest rank."""
@@ -32,7 +43,7 @@ class Times:
 
     @property
     def summary(self) -> dict[str, Any]:
-        """Microseconds: median, mean, standard deviation, least; and the number of repetitions."""
+        """The fields of `Timed`."""
         us = np.array(self.seconds) * 1e6
         return {
             "median_us": float(np.median(us)),

@@ -15,7 +15,7 @@ import numpy as np
 import jax_moe
 from jax_moe.bench import _columns, _deepep, _problem, _programs, _shapes
 from jax_moe.bench._check import Expected, WrongResult
-from jax_moe.bench._clock import Preparation, Times, time_in_turns
+from jax_moe.bench._clock import Preparation, Timed, Times, time_in_turns
 from jax_moe.bench._traffic import Traffic
 
 WARM_UPS = 2  # of what the check has not run yet; on GPUs the first capture a CUDA graph
@@ -41,19 +41,14 @@ class Options:
     share_gpus: bool = False
 
 
-@dataclasses.dataclass(frozen=True)
-class Record:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Record(Timed):
     """One measure of one column in one setting; bytes are one rank's, the largest over ranks."""
 
     routing: str
     dtype: str
     column: str
     measure: str
-    median_us: float
-    mean_us: float
-    deviation_us: float
-    least_us: float
-    repetitions: int
     calls: int  # in one timed region, in sequence; times are those of one call
     link_bytes: int
     temp_bytes: int

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 
 import jax_moe
 from jax_moe.bench import _environment, _layer_columns, _shapes
-from jax_moe.bench._clock import Preparation, time_in_turns
+from jax_moe.bench._clock import Preparation, Timed, time_in_turns
 from jax_moe.bench._layer_parts import PARTS, make_parts
 from jax_moe.bench._programs import pool_bytes
 from jax_moe.bench._report import ms
@@ -31,17 +31,12 @@ from jax_moe.bench._report import ms
 TOLERANCE = {"float32": 1e-5, "bfloat16": 2.0**-4}
 
 
-@dataclasses.dataclass(frozen=True)
-class Record:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Record(Timed):
     """One program's time, microseconds, and what it takes on one device."""
 
     column: str  # "part" for a part of ours
     measure: str
-    median_us: float
-    mean_us: float
-    deviation_us: float
-    least_us: float
-    repetitions: int
     tflops: float | None  # per second on one device; of whole layers
     peak_bytes: int | None  # temporaries, outputs and our pool; of whole layers
 
@@ -150,7 +145,15 @@ def run(args: argparse.Namespace, devices: Sequence[Any]) -> tuple[dict[str, Any
             tflops = layer.flops / taken.summary["median_us"] / 1e6
             pool = not on_cpu and column in ("moe", "ptx")
             peak = _peak_bytes(whole[column], layer, pool=pool)
-        records.append(Record(column, measure, **taken.summary, tflops=tflops, peak_bytes=peak))
+        records.append(
+            Record(
+                column=column,
+                measure=measure,
+                tflops=tflops,
+                peak_bytes=peak,
+                **taken.summary,
+            )
+        )
     experts = layer.shape.experts
     facts = {
         "layer": f"{layer.shape}, W {layer.shape.width}, {layer.shape.num_shared} shared, "

@@ -23,7 +23,7 @@ import numpy as np
 import jax_moe
 from jax_moe import _grouped_matmul
 from jax_moe.bench import _environment, _matmul_peers
-from jax_moe.bench._clock import Preparation, time_in_turns
+from jax_moe.bench._clock import Preparation, Timed, time_in_turns
 from jax_moe.bench._report import ms
 
 DENSE = "dense"
@@ -75,18 +75,13 @@ class Case:
         return np.diff(edges, prepend=0).astype(np.int32)
 
 
-@dataclasses.dataclass(frozen=True)
-class Record:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Record(Timed):
     """One engine's time of one operation, microseconds a call."""
 
     case: Case
     operation: str
     engine: str
-    median_us: float
-    mean_us: float
-    deviation_us: float
-    least_us: float
-    repetitions: int
     bytes_us: float  # the operation's bytes at the speed of a copy
 
 
@@ -165,9 +160,12 @@ def measure(
             until = time.monotonic() + args.seconds
             times = time_in_turns(programs, before, until=until, most=args.repetitions)
             for engine, taken in zip(compiled, times, strict=True):
-                summary = taken.per_call(args.calls).summary
                 yield Record(
-                    case, operation, engine, **summary, bytes_us=case.bytes / copy_bytes_per_us
+                    case=case,
+                    operation=operation,
+                    engine=engine,
+                    bytes_us=case.bytes / copy_bytes_per_us,
+                    **taken.per_call(args.calls).summary,
                 )
 
 
