@@ -105,7 +105,7 @@ def runs(pid: int) -> bool:
     ("changes", "words"),
     [
         ({"platform": "cpu"}, "NVIDIA GPUs"),
-        ({"packages": {"torch", "triton"}}, "no Python package deep_ep: pip install"),
+        ({"packages": ("torch", "triton")}, "no Python package deep_ep: pip install"),
         ({"dtype": "float32"}, "bfloat16, not float32"),
         ({"ranks": 3}, r"configuration for \(2, 4, 8\) ranks of one host, not 3"),
         ({"virtual": 2}, r"2 ranks on 1 GPU\(s\): with --share-gpus"),
