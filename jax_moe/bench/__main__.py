@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import pathlib
 import shlex
 import sys
 from collections.abc import Sequence
 
-from jax_moe.bench import _columns, _environment, _report, _run
+from jax_moe.bench import _columns, _environment, _output, _report, _run
 from jax_moe.bench._programs import MEASURES
 from jax_moe.bench._shapes import ROUTINGS, SHAPES
 
@@ -54,8 +53,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--repetitions", type=int, default=50, help="most of each program")
     parser.add_argument("--seconds", type=float, default=200.0, help="about what all may take")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", type=pathlib.Path, help="write everything there")
-    parser.add_argument("--markdown", type=pathlib.Path, help="append the report there")
+    _output.add_arguments(parser)
     return parser
 
 
@@ -108,12 +106,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     conditions["load average"] += f" before, {_environment.load_average()} after"
     report = _report.as_markdown(outcome, conditions)
-    print(report)
-    if args.json:
-        args.json.write_text(_report.as_json(outcome, conditions))
-    if args.markdown:
-        with args.markdown.open("a") as file:
-            file.write("\n" + report)
+    _output.publish(args, report, _report.as_document(outcome, conditions))
 
 
 if __name__ == "__main__":

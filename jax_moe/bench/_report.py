@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 from jax_moe.bench._columns import title
 from jax_moe.bench._programs import HEADLINE, MEASURES
@@ -69,9 +69,9 @@ def comparisons(outcome: Outcome) -> list[Comparison]:
     return found
 
 
-def as_json(outcome: Outcome, conditions: dict[str, str]) -> str:
+def as_document(outcome: Outcome, conditions: dict[str, str]) -> dict[str, Any]:
     """Everything, for programs."""
-    document = {
+    return {
         "conditions": conditions,
         "options": dataclasses.asdict(outcome.options),
         "num_ranks": outcome.num_ranks,
@@ -82,7 +82,6 @@ def as_json(outcome: Outcome, conditions: dict[str, str]) -> str:
         "comparisons": [dataclasses.asdict(c) for c in comparisons(outcome)],
         "skipped": outcome.skipped,
     }
-    return json.dumps(document, indent=1) + "\n"
 
 
 def as_markdown(outcome: Outcome, conditions: dict[str, str]) -> str:

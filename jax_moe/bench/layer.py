@@ -8,8 +8,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
-import json
-import pathlib
 import shlex
 import sys
 import time
@@ -20,7 +18,7 @@ import jax
 import jax.numpy as jnp
 
 import jax_moe
-from jax_moe.bench import _environment, _layer_columns, _shapes
+from jax_moe.bench import _environment, _layer_columns, _output, _shapes
 from jax_moe.bench._clock import Preparation, Timed, time_in_turns
 from jax_moe.bench._layer_parts import PARTS, make_parts
 from jax_moe.bench._programs import pool_bytes
@@ -58,8 +56,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--repetitions", type=int, default=30, help="most of each program")
     parser.add_argument("--seconds", type=float, default=60.0, help="about what timing may take")
     parser.add_argument("--no-parts", action="store_true", help="whole layers only")
-    parser.add_argument("--json", type=pathlib.Path, help="write everything there")
-    parser.add_argument("--markdown", type=pathlib.Path, help="append the report there")
+    _output.add_arguments(parser)
     return parser
 
 
@@ -214,14 +211,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     conditions = _environment.conditions(devices, command)
     facts, records = run(args, devices)
     report = "\n".join(_lines(facts, records, conditions)) + "\n"
-    print(report)
-    if args.json:
-        document = facts | {"conditions": conditions}
-        document["records"] = [dataclasses.asdict(r) for r in records]
-        args.json.write_text(json.dumps(document, indent=1) + "\n")
-    if args.markdown:
-        with args.markdown.open("a") as file:
-            file.write("\n" + report)
+    document: dict[str, Any] = facts | {"conditions": conditions}
+    document["records"] = [dataclasses.asdict(r) for r in records]
+    _output.publish(args, report, document)
 
 
 if __name__ == "__main__":

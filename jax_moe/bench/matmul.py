@@ -8,8 +8,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
-import json
-import pathlib
 import shlex
 import sys
 import time
@@ -22,7 +20,7 @@ import numpy as np
 
 import jax_moe
 from jax_moe import _grouped_matmul
-from jax_moe.bench import _environment, _matmul_peers
+from jax_moe.bench import _environment, _matmul_peers, _output
 from jax_moe.bench._clock import Preparation, Timed, time_in_turns
 from jax_moe.bench._report import ms
 
@@ -233,8 +231,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--calls", type=int, default=10, help="in one timed region")
     parser.add_argument("--repetitions", type=int, default=10, help="most of each")
     parser.add_argument("--seconds", type=float, default=1.0, help="about, for one operation")
-    parser.add_argument("--json", type=pathlib.Path, help="write everything there")
-    parser.add_argument("--markdown", type=pathlib.Path, help="append the report there")
+    _output.add_arguments(parser)
     return parser
 
 
@@ -269,14 +266,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
                     print(_row(record, dense), file=sys.stderr, flush=True)
                     records.append(record)
     report = "\n".join(_lines(records, conditions, args.calls)) + "\n"
-    print(report)
-    if args.json:
-        document: dict[str, Any] = {"conditions": conditions}
-        document["records"] = [dataclasses.asdict(r) for r in records]
-        args.json.write_text(json.dumps(document, indent=1) + "\n")
-    if args.markdown:
-        with args.markdown.open("a") as file:
-            file.write("\n" + report)
+    document: dict[str, Any] = {"conditions": conditions}
+    document["records"] = [dataclasses.asdict(r) for r in records]
+    _output.publish(args, report, document)
 
 
 if __name__ == "__main__":
