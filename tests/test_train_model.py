@@ -87,5 +87,4 @@ def test_look_up_by_matmul_is_the_look_up(dtype, monkeypatch):
     assert y.dtype == want.dtype == dtype
     np.testing.assert_array_equal(y, want)
     assert gradient.dtype == jnp.float32
-    tolerance = 1e-6 if dtype == "float32" else 2.0**-8  # the sum is rounded once
-    np.testing.assert_allclose(gradient, want_gradient, rtol=tolerance, atol=tolerance)
+    np.testing.assert_allclose(gradient, want_gradient, rtol=1e-6, atol=1e-6)

@@ -78,8 +78,8 @@ class Embedding(nnx.Module):
         table = self.embedding[...]
         if len(table) > SMALL_VOCABULARY:
             return jnp.take(table, tokens, axis=0).astype(self.dtype)
-        one_hot = jax.nn.one_hot(tokens, len(table), dtype=self.dtype)
-        return jnp.matmul(one_hot, table.astype(self.dtype), precision=lax.Precision.HIGHEST)
+        one_hot = jax.nn.one_hot(tokens, len(table), dtype=jnp.float32)
+        return jnp.matmul(one_hot, table, precision=lax.Precision.HIGHEST).astype(self.dtype)
 
 
 def rotate(x: Float[Array, "... dim"], angles: Float[Array, "... half"]) -> Array:
