@@ -36,8 +36,8 @@ NATIVE_SOURCES := $(wildcard xla_ffi/* ptx/*)
 PYTHON_SOURCES := $(shell find jax_moe -name '*.py')
 CXX_FILES := $(wildcard ptx/*.h $(foreach d,xla_ffi tests/*,$d/*.h $d/*.cc))
 
-# What jaxlib 0.12 could break: the custom calls, their transformations, the router, the README.
-SUBSET := $(patsubst %,tests/test_%.py,exchange gradients transformations api router readme)
+# What jaxlib 0.12 could break: the custom calls, their transformations, Pallas, the router, the README.
+SUBSET := $(patsubst %,tests/test_%.py,exchange transformations pallas_matmul api router readme)
 TESTS ?= $(if $(or $(filter $(OLDEST),$(JAXLIB)),$(FULL)),tests,$(SUBSET))
 
 .PHONY: train sample test test-gpu lint format dist install FORCE
