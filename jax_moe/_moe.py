@@ -22,6 +22,7 @@ from jax_moe._group import ExpertGroup
 from jax_moe._grouped_matmul import ROW_ALIGNMENT, Engine, choose_engine
 from jax_moe._grouped_swiglu import grouped_swiglu
 from jax_moe._plan import plan
+from jax_moe._reference import align_up
 from jax_moe._router import RouterConfig, route
 from jax_moe._row_blocks import sum_dtype, vary_alike
 
@@ -45,7 +46,8 @@ class MoE(nnx.Module):
       group: the expert-parallel group; E must be a multiple of its ranks.
       num_shared: shared experts, through which every token goes; 0 for none.
       shared_width: inner width of all shared experts together; num_shared * width by default.
-      capacity: rows of capacity of one rank; the worst case by default. See `jax_moe.plan`.
+      capacity: rows of capacity of one rank; the worst case by default. See `jax_moe.plan`. Where
+        the experts' engine wants padded groups, room for the padding comes on top.
       capacity_factor: the same as a multiple of the balanced load.
       dtype: of the computation and of the rows that travel; by default what x and the parameters
         promote to. The router computes in float32.
@@ -163,13 +165,18 @@ class _Settings:
     capacity_factor: float | None
     implementation: _implementation.Name | None
 
-    def engine(self, gate_up: Array, down: Array) -> tuple[Engine, int]:
-        """What multiplies on the group's devices, and the rows that its groups are to begin at."""
+    def engine(self, gate_up: Array, down: Array) -> tuple[Engine, dict[str, Any]]:
+        """What multiplies on the group's devices, and the plan's settings that suit it."""
         device = self.group.devices[0] if self.group.devices else jax.local_devices()[0]
-        num_rows = self.capacity or ROW_ALIGNMENT["pallas"]  # else it is rounded up
+        num_rows = ROW_ALIGNMENT["pallas"]  # of which `plan` makes a multiple, and so does this
         rows = jax.ShapeDtypeStruct((num_rows, gate_up.shape[1]), gate_up.dtype)
         engine = choose_engine(device, rows, gate_up, down)
-        return engine, ROW_ALIGNMENT.get(engine, 1)
+        alignment, capacity = ROW_ALIGNMENT.get(engine, 1), self.capacity
+        if capacity is not None and alignment > 1:
+            # What the padding takes comes on top, as `row_capacity` adds it.
+            padding = min(len(gate_up) // self.group.virtual_ranks, capacity) * (alignment - 1)
+            capacity = align_up(capacity + padding, alignment)
+        return engine, {"alignment": alignment, "capacity": capacity}
 
 
 @jax.tree_util.register_dataclass
@@ -276,14 +283,13 @@ def _local_experts(
     # Before they are rounded: the replicas' gradients are added up in the weights' own type.
     _, gate_up, down = vary_alike(x, gate_up, down)
     weights = gate_up.astype(dtype), down.astype(dtype)
-    engine, alignment = settings.engine(*weights)
+    engine, layout = settings.engine(*weights)
     exchange = plan(
         expert_ids,
         group=group,
         num_experts=config.num_experts,
-        capacity=settings.capacity,
         capacity_factor=settings.capacity_factor,
-        alignment=alignment,
+        **layout,
         tail="undefined",  # nothing below reads it
         implementation=settings.implementation,
     )

@@ -10,6 +10,7 @@ import pytest
 from moe_runs import Layout, Step
 
 import jax_moe
+from jax_moe import _moe
 
 HIDDEN, WIDTH = 12, 10
 GROUPED = jax_moe.RouterConfig(num_experts=8, top_k=2, num_groups=4, top_groups=2)
@@ -134,3 +135,20 @@ def test_rows_past_the_capacity_are_dropped_and_counted():
     got = run(x, mask, dy)
     moe_runs.assert_agrees(got, want(dropped=dropped))
     assert got.stats.dropped == dropped.sum()
+
+
+@pytest.mark.parametrize("capacity", [None, 56], ids=["default", "given"])
+def test_padding_of_groups_takes_no_room_from_rows(capacity, monkeypatch):
+    """An engine's wish for padded groups, as on Hopper GPUs, changes no result and drops no row."""
+    monkeypatch.setitem(_moe.ROW_ALIGNMENT, "blocks", 8)
+    layout = Layout((1, 2, 2))
+    run = Step(moe_runs.make(GROUPED, layout, capacity=capacity, shared_width=7))
+    x, mask, dy = tokens(10, (2, 14, HIDDEN))
+    bias = np.float32([9, 9, 0, 0, 0, 0, 0, 0])  # 28 tokens, 2 experts: 56 rows, padded 64
+    got = run(x, mask, dy, bias=bias)
+    want = dense_moe.run(
+        run.weights(), bias, x, mask, dy, GROUPED, nodes=2, aux_weight=moe_runs.AUX_WEIGHT
+    )
+    assert want.counts.tolist() == [28, 28] + 6 * [0]
+    assert got.stats.dropped == 0
+    moe_runs.assert_agrees(got, want)
