@@ -59,6 +59,12 @@ def test_a_wrong_result_ends_the_bench(monkeypatch):
         ("--engines fastest", "choose from blocks"),
         ("--routings even", "choose from balanced"),
         ("--engines tokamax", "tokamax cannot be imported"),
+        ("--rows 64,0", "--rows: '0': must be a number of 1 or more"),
+        ("--calls -1", "--calls: '-1': must be"),
+        ("--shapes 128", "--shapes: '128': must be KxN"),
+        ("--rows 12", "--engines pallas: 12 rows: they must be a multiple of 8"),
+        ("--shapes 64x128", "--engines pallas: weights of width 64"),
+        ("", "--engines pallas: it runs on Hopper GPUs; here is 'cpu'"),
     ],
 )
 def test_refusals_say_what_there_is(arguments, message, capsys):

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jax_moe
-from jax_moe import _grouped_matmul
+from jax_moe import _grouped_matmul, _pallas_operands
 from jax_moe.bench import _environment, _matmul_peers, _output
 from jax_moe.bench._clock import Preparation, Timed, time_in_turns
 from jax_moe.bench._report import ms
@@ -214,25 +214,46 @@ def _row(r: Record, dense: Record) -> str:
 
 
 def _parser() -> argparse.ArgumentParser:
-    def numbers(text: str) -> list[int]:
-        return [int(part) for part in text.split(",")]
+    def count(text: str) -> int:
+        if not text.isdecimal() or not int(text):
+            raise argparse.ArgumentTypeError(f"{text!r}: must be a number of 1 or more")
+        return int(text)
+
+    def counts(text: str) -> list[int]:
+        return [count(part) for part in text.split(",")]
 
     def shapes(text: str) -> list[list[int]]:
-        return [[int(n) for n in part.split("x")] for part in text.split(",")]
+        found = [[count(n) for n in part.split("x")] for part in text.split(",")]
+        if any(len(shape) != 2 for shape in found):
+            raise argparse.ArgumentTypeError(f"{text!r}: must be KxN, as 7168x2048")
+        return found
 
     parser = argparse.ArgumentParser(
         prog="python -m jax_moe.bench.matmul", description=(__doc__ or "").partition("\n")[0]
     )
-    parser.add_argument("--experts", type=numbers, default=[8, 32], help="of one device")
-    parser.add_argument("--rows", type=numbers, default=[8192, 32768, 65536], help="of all experts")
+    parser.add_argument("--experts", type=counts, default=[8, 32], help="of one device")
+    parser.add_argument("--rows", type=counts, default=[8192, 32768, 65536], help="of all experts")
     parser.add_argument("--shapes", type=shapes, default=[[7168, 2048], [2048, 7168]], help="KxN")
     parser.add_argument("--routings", default="balanced,skewed", help=f"of {', '.join(ROUTINGS)}")
     parser.add_argument("--engines", default="pallas", help=f"of {', '.join(ENGINES)}")
-    parser.add_argument("--calls", type=int, default=10, help="in one timed region")
-    parser.add_argument("--repetitions", type=int, default=10, help="most of each")
+    parser.add_argument("--calls", type=count, default=10, help="in one timed region")
+    parser.add_argument("--repetitions", type=count, default=10, help="most of each")
     parser.add_argument("--seconds", type=float, default=1.0, help="about, for one operation")
     _output.add_arguments(parser)
     return parser
+
+
+def _obstacle(cases: Sequence[Case]) -> str | None:
+    """Why the engine "pallas" cannot run all of these cases here, or None."""
+    for case in cases:
+        shapes = (case.rows, case.inner), (case.experts, case.inner, case.outer)
+        rows, weights = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes)
+        if why := _pallas_operands.obstacle(rows, weights):
+            return f"{why}; got --rows {case.rows} --shapes {case.inner}x{case.outer}"
+        device = jax.local_devices()[0]
+        if _grouped_matmul.choose_engine(device, rows, weights) != "pallas":
+            return f"it runs on Hopper GPUs; here is {device.device_kind!r}"
+    return None
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -251,20 +272,25 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser.error(f"--engines {wrong}: choose from {', '.join(ENGINES)}")
     if wrong := [n for n in routings if n not in ROUTINGS]:
         parser.error(f"--routings {wrong}: choose from {', '.join(ROUTINGS)}")
+    cases = [
+        [Case(experts, rows, inner, outer, routing) for routing in routings]
+        for inner, outer in args.shapes
+        for experts in args.experts
+        for rows in args.rows
+    ]
+    if "pallas" in args.engines and (why := _obstacle([alike[0] for alike in cases])):
+        parser.error(f"--engines pallas: {why}")
     command = shlex.join(["python", "-m", "jax_moe.bench.matmul", *given])
     conditions = _environment.conditions(jax.local_devices()[:1], command)
     speed = _copy_bytes_per_us()
     conditions["copy"] = f"{speed / 1e3:.0f} GB/s, bytes read and written"
     records: list[Record] = []
     dense: Any = None
-    for inner, outer in args.shapes:
-        for experts in args.experts:
-            for rows in args.rows:
-                cases = [Case(experts, rows, inner, outer, routing) for routing in routings]
-                for record in measure(cases, args, speed):
-                    dense = record if record.engine == DENSE else dense
-                    print(_row(record, dense), file=sys.stderr, flush=True)
-                    records.append(record)
+    for alike in cases:
+        for record in measure(alike, args, speed):
+            dense = record if record.engine == DENSE else dense
+            print(_row(record, dense), file=sys.stderr, flush=True)
+            records.append(record)
     report = "\n".join(_lines(records, conditions, args.calls)) + "\n"
     document: dict[str, Any] = {"conditions": conditions}
     document["records"] = [dataclasses.asdict(r) for r in records]
