@@ -95,7 +95,9 @@ def test_json_refuses(change, message):
         {"optimizer__bias_frozen_steps": -1},
         {"micro_batches": 3},
         {"data__bytes_per_token": 0.0},
-        {"attention": "cudnn"},
+        {"attention": "cudnn"},  # float32
+        {"attention": "cudnn", "model__dtype": "bfloat16", "data__documents": True},
+        {"attention": "cudnn", "model__dtype": "bfloat16", "model__value_dim": 17},
     ],
 )
 def test_impossible_values(values):

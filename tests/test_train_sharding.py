@@ -95,3 +95,13 @@ def test_the_program_refuses_a_mesh_that_does_not_fit(capsys, monkeypatch):
     monkeypatch.setattr("sys.argv", ["lower", "100", "deepseek-v3-671b"])
     assert lower.main() == 1
     assert "does not fit 100 devices" in capsys.readouterr().err
+
+
+def test_the_program_says_what_this_machine_lacks(capsys, monkeypatch):
+    def report(config, num_devices):
+        raise RuntimeError(f"no {config.attention} for {num_devices}")
+
+    monkeypatch.setattr(lower, "report", report)
+    monkeypatch.setattr("sys.argv", ["lower", "8", "debug", "--attention", "cudnn"])
+    assert lower.main() == 1
+    assert capsys.readouterr().err == "error: no cudnn for 8\n"
