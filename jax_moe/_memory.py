@@ -41,7 +41,8 @@ def saved_bytes(
       top_k: experts K of one token.
       num_experts: experts E of the group.
       num_ranks: ranks R of the group.
-      capacity: rows C of capacity of one rank; see `row_capacity`.
+      capacity: rows C of capacity of one rank, the padding of groups included; see
+        `row_capacity`, and docs/layer.md for where `MoE` pads.
       hidden: elements H of one token.
       dtype: type of the rows.
       implementation: "ptx" keeps the arrivals too, int32 [R*T, K].
