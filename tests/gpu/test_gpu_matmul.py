@@ -36,7 +36,7 @@ def test_random_sizes_again_and_again():
     rng = np.random.default_rng(1)
     multiply = jax.jit(lambda *a: jax_moe.grouped_matmul(*a, engine="pallas"))
     gradient = jax.jit(jax.grad(lambda w, r, s: multiply(r, w, s).astype("float32").sum()))
-    for _ in range(4):
+    for _ in range(2):
         sizes = rng.multinomial(rng.integers(3000, 6000), rng.dirichlet(np.ones(16)))
         groups = Groups(1, 6000, tuple(sizes.tolist()))
         rows, group_sizes = groups.draw(rng, 512), groups.settings["group_sizes"]
@@ -44,8 +44,6 @@ def test_random_sizes_again_and_again():
         first = None
         for _ in range(20):
             results = multiply(rows, weights, group_sizes), gradient(weights, rows, group_sizes)
-            results = [np.asarray(a).view(np.uint16) for a in results]
             first = results if first is None else first
-            for got, want in zip(results, first, strict=True):
-                np.testing.assert_array_equal(got, want)
+            assert all(map(jax.numpy.array_equal, results, first))
         check_product(groups, 512, 2048)
