@@ -7,6 +7,10 @@ tensor cores are at the next one's first step. What differs is the table of tile
 loads, and which part of a tile is stored: `product` stores a group's own rows alone, `outer`
 zeroes foreign rows in shared memory before it adds up.
 
+Pallas' words: a thread of it is a warpgroup; references (`.at[...]`) are views of memory, which
+copies and multiplications take; `commit_smem` lets the asynchronous proxy (TMA, wgmma) see what the
+warpgroup's threads wrote; a `Barrier` is an mbarrier, whose phase each warpgroup counts by itself.
+
 A copy begins at a row that is a multiple of 8 (the tile of the shared memory's swizzle), so that a
 group that begins elsewhere is read from up to 7 rows before its first.
 """
@@ -241,6 +245,7 @@ def outer(left: Array, right: Array, starts: Array, sizes: Array) -> Array:
 
 def _zero_rows(ref: Any, low: Any, high: Any) -> None:
     """Zeroes the rows of a [64, 64] part of shared memory that do not lie in [low, high)."""
+    # One layout for both: what a warp writes, it alone has read.
     row = plgpu.broadcasted_iota(jnp.int32, ref.shape, 0, layout=plgpu.Layout.WGMMA)
     values = plgpu.load(ref, layout=plgpu.Layout.WGMMA)
     ref[...] = jnp.where((row >= low) & (row < high), values, jnp.zeros_like(values))
@@ -349,10 +354,12 @@ def _call(kernel: _Kernel, shape: tuple[int, ...], operands: tuple[Array, ...]) 
             plgpu.SMEM((SLOTS, *kernel.a), dtype, transforms=_swizzled(8)),
             plgpu.SMEM((SLOTS, *kernel.b), dtype, transforms=_swizzled(8)),
             plgpu.SMEM((2, 2, HALF, HALF), dtype, transforms=_swizzled(kernel.out_tile)),
-            plgpu.Barrier(num_arrivals=2, num_barriers=SLOTS),
-            plgpu.Barrier(num_arrivals=2, num_barriers=SLOTS),
+            plgpu.Barrier(num_arrivals=2, num_barriers=SLOTS),  # full: both copies have come
+            plgpu.Barrier(num_arrivals=2, num_barriers=SLOTS),  # empty: both warpgroups are done
             *kernel.more_scratch,
         ),
+        # Pallas puts no barriers of its own around accesses to shared memory: no warp reads there
+        # what another one writes, but past a barrier or a copy that stands here.
         compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
         kernel_name=kernel.name,
     )
