@@ -21,8 +21,7 @@ from jax_moe._exchange import combine, dispatch
 from jax_moe._group import ExpertGroup
 from jax_moe._grouped_matmul import ROW_ALIGNMENT, Engine, choose_engine
 from jax_moe._grouped_swiglu import grouped_swiglu
-from jax_moe._plan import plan
-from jax_moe._reference import align_up
+from jax_moe._plan import plan, with_padding
 from jax_moe._router import RouterConfig, route
 from jax_moe._row_blocks import sum_dtype, vary_alike
 
@@ -173,9 +172,7 @@ class _Settings:
         engine = choose_engine(device, rows, gate_up, down)
         alignment, capacity = ROW_ALIGNMENT.get(engine, 1), self.capacity
         if capacity is not None and alignment > 1:
-            # What the padding takes comes on top, as `row_capacity` adds it.
-            padding = min(len(gate_up) // self.group.virtual_ranks, capacity) * (alignment - 1)
-            capacity = align_up(capacity + padding, alignment)
+            capacity = with_padding(capacity, len(gate_up) // self.group.virtual_ranks, alignment)
         return engine, {"alignment": alignment, "capacity": capacity}
 
 

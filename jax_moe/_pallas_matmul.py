@@ -77,18 +77,15 @@ def product(
     steps = inner // STEP
 
     def locate(refs, index):
-        across, down, (table, total) = width // columns, PANEL, refs[:2]
-        panel = index // (down * across)
-        left = index - panel * (down * across)
-        height = jnp.minimum(down, total[0] - panel * down)
-        row_tile = panel * down + lax.rem(left, height)
+        table, total = refs[:2]
+        row_tile, column_tile = _in_panels(index, total[0], width // columns)
         group, first, low, high = (table[i, row_tile] for i in range(4))
         half = lax.axis_index("wg") * HALF
         own_low, own_high = (jnp.clip(edge - half, 0, HALF) for edge in (low, high))
         return _Tile(
             group=group,
             down=pl.multiple_of(first, ALIGNMENT),
-            across=left // height * columns,
+            across=column_tile * columns,
             steps=jnp.where(group < 0, 0, steps),
             low=own_low,
             high=own_high,
@@ -173,15 +170,12 @@ def outer(left: Array, right: Array, starts: Array, sizes: Array) -> Array:
     def locate(refs, index):
         group = index // (tiles_down * tiles_across)
         index -= group * (tiles_down * tiles_across)
-        down = min(PANEL, tiles_down)
-        panel = index // (down * tiles_across)
-        index -= panel * (down * tiles_across)
-        panel_height = jnp.minimum(down, tiles_down - panel * down)
+        row_tile, column_tile = _in_panels(index, tiles_down, tiles_across)
         first, steps, low, high, run_low, run_high = (refs[0][i, group] for i in range(6))
         return _Tile(
             group=group,
-            down=(panel * down + lax.rem(index, panel_height)) * TILE_ROWS,
-            across=index // panel_height * columns,
+            down=row_tile * TILE_ROWS,
+            across=column_tile * columns,
             steps=steps,
             low=low,
             high=high,
@@ -259,6 +253,14 @@ def _runs(starts: Array, ends: Array) -> tuple[Array, Array]:
     low = lax.cummax(jnp.where(begins, starts, -1))
     high = lax.cummin(jnp.where(finishes, ends, jnp.iinfo(jnp.int32).max), reverse=True)
     return low, high
+
+
+def _in_panels(index: Any, tiles_down: Any, tiles_across: int) -> tuple[Any, Any]:
+    """The row and the column of a tile, counted down each column of a panel of PANEL rows."""
+    panel = index // (PANEL * tiles_across)
+    index -= panel * (PANEL * tiles_across)
+    height = jnp.minimum(PANEL, tiles_down - panel * PANEL)
+    return panel * PANEL + lax.rem(index, height), index // height
 
 
 def _columns(width: int, tiles_down: int) -> int:

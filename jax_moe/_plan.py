@@ -98,8 +98,13 @@ def row_capacity(
     else:
         # Past int32 in any case: `plan` refuses that by name.
         rows = max(1, math.ceil(min(capacity_factor * tokens * top_k, 2.0**31)))
+    return with_padding(rows, per_rank, alignment)
+
+
+def with_padding(rows: int, experts_per_rank: int, alignment: int) -> int:
+    """The capacity that holds so many rows of one rank when its groups are padded."""
     # Every non-empty group may waste up to alignment - 1 rows.
-    return align_up(rows + min(per_rank, rows) * (alignment - 1), alignment)
+    return align_up(rows + min(experts_per_rank, rows) * (alignment - 1), alignment)
 
 
 def plan(

@@ -53,17 +53,17 @@ def _tokamax(name: str, peer: str) -> Callable:
             vjp=functools.partial(base.vjp, dlhs_ragged_dot=one, drhs_ragged_dot=one),
         )
 
-    def multiply(x, w, sizes):
-        return op(x, w, group_sizes=sizes)
+    return from_product(name, lambda x, w, sizes: op(x, w, group_sizes=sizes))
 
-    def rows_gradient(x, w, dy, sizes):
-        return jax.vjp(lambda x: multiply(x, w, sizes), x)[1](dy)[0]
 
-    def weights_gradient(x, w, dy, sizes):
+def from_product(name: str, multiply: Callable) -> Callable:
+    """The same of `multiply(rows, weights, group sizes)`, by differentiating it."""
+
+    def apply(x, w, dy, sizes):
+        if name == "product":
+            return multiply(x, w, sizes)
+        if name == "rows' gradient":
+            return jax.vjp(lambda x: multiply(x, w, sizes), x)[1](dy)[0]
         return jax.vjp(lambda w: multiply(x, w, sizes), w)[1](dy)[0]
 
-    return {
-        "product": lambda x, w, dy, sizes: multiply(x, w, sizes),
-        "rows' gradient": rows_gradient,
-        "weights' gradient": weights_gradient,
-    }[name]
+    return apply

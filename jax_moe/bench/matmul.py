@@ -23,6 +23,7 @@ from jax_moe import _grouped_matmul, _pallas_operands
 from jax_moe.bench import _environment, _matmul_peers, _output
 from jax_moe.bench._clock import Preparation, Timed, time_in_turns
 from jax_moe.bench._report import ms
+from jax_moe.bench._run import COPY_BYTES
 
 DENSE = "dense"
 ENGINES = (*get_args(_grouped_matmul.Engine), *_matmul_peers.NAMES)
@@ -35,7 +36,6 @@ ROUTINGS = {
     "unaligned": "the same with groups that begin anywhere",
 }
 TOLERANCE = 2.0**-6  # of the largest value, between bfloat16 results of two orders of summation
-COPY_BYTES = 1 << 30
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,18 +93,9 @@ def _operation(name: str, engine: Any) -> Callable:
         }[name]
     if engine in _matmul_peers.NAMES:
         return _matmul_peers.operation(engine, name)
-
-    def grouped(x, w, dy, sizes):
-        def multiply(x, w):
-            return jax_moe.grouped_matmul(x, w, sizes, engine=engine)
-
-        if name == "product":
-            return multiply(x, w)
-        if name == "rows' gradient":
-            return jax.vjp(lambda x: multiply(x, w), x)[1](dy)[0]
-        return jax.vjp(lambda w: multiply(x, w), w)[1](dy)[0]
-
-    return grouped
+    return _matmul_peers.from_product(
+        name, functools.partial(jax_moe.grouped_matmul, engine=engine)
+    )
 
 
 def _operands(case: Case) -> tuple[jax.Array, ...]:
@@ -136,11 +127,13 @@ def _check(case: Case, engine: str, operation: str, got: jax.Array, operands) ->
 
 
 def measure(
-    cases: Sequence[Case], args: argparse.Namespace, copy_bytes_per_us: float
+    cases: Sequence[Case],
+    args: argparse.Namespace,
+    before: Preparation,
+    copy_bytes_per_us: float,
 ) -> Iterator[Record]:
     """Times the operations of cases that differ in the routing alone, after comparing results."""
     operands = _operands(cases[0])
-    before = Preparation(jax_moe.make_mesh(rank=1, devices=[jax.local_devices()[0]]))
     sizes = [jnp.asarray(case.sizes()) for case in cases]
     for operation in OPERATIONS:
         compiled = {
@@ -173,15 +166,14 @@ def _repeat(program: Callable, calls: int, operands: Sequence[jax.Array]) -> jax
     return program(*operands)
 
 
-def _copy_bytes_per_us() -> float:
-    """Of a plain copy, bytes read and written."""
-    source = jnp.ones(COPY_BYTES // 4, jnp.float32)
-    copy = jax.jit(lambda a: a + 1)
-    mesh = jax_moe.make_mesh(rank=1, devices=[jax.local_devices()[0]])
-    times = time_in_turns(
-        [lambda: copy(source)], Preparation(mesh), until=time.monotonic() + 1, most=20
-    )
-    return 2 * COPY_BYTES / times[0].summary["median_us"]
+def _copy_bytes_per_us(before: Preparation, calls: int) -> float:
+    """Of a plain copy, bytes read and written, as often in a timed region as the operations."""
+    size = COPY_BYTES.get(jax.local_devices()[0].platform, COPY_BYTES["gpu"])
+    source = jax.jit(jax.random.normal, static_argnums=1)(jax.random.key(0), (size // 4,))
+    copy = jax.jit(lambda a: a + 1).lower(source).compile()
+    program = functools.partial(_repeat, copy, calls, (source,))
+    times = time_in_turns([program], before, until=time.monotonic() + 1, most=20)
+    return 2 * size / times[0].per_call(calls).summary["median_us"]
 
 
 def _lines(records: Sequence[Record], conditions: dict[str, str], calls: int) -> Iterator[str]:
@@ -282,12 +274,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser.error(f"--engines pallas: {why}")
     command = shlex.join(["python", "-m", "jax_moe.bench.matmul", *given])
     conditions = _environment.conditions(jax.local_devices()[:1], command)
-    speed = _copy_bytes_per_us()
+    before = Preparation(jax_moe.make_mesh(rank=1, devices=jax.local_devices()[:1]))
+    speed = _copy_bytes_per_us(before, args.calls)
     conditions["copy"] = f"{speed / 1e3:.0f} GB/s, bytes read and written"
     records: list[Record] = []
     dense: Any = None
     for alike in cases:
-        for record in measure(alike, args, speed):
+        for record in measure(alike, args, before, speed):
             dense = record if record.engine == DENSE else dense
             print(_row(record, dense), file=sys.stderr, flush=True)
             records.append(record)
