@@ -229,6 +229,22 @@ def test_traffic_by_hand():
     assert traffic.necessary(packets=True)["combine"] == 200 + 600 + 2 * 100
 
 
+def test_bytes_are_one_ranks_where_a_device_has_two(group):
+    def record(group):
+        bench = make_bench(group, "bfloat16")
+        column = _columns.make("cpu", group, bench.problem.sizes, "undefined")
+        (program,) = bench.check(column.way, "dispatch", name="cpu")
+        ids = _shapes.expert_ids(SHAPE, SHAPE.ranks, bench.problem.routing)
+        traffic = _run._traffic(bench.problem, ids)
+        return _run._record(bench.problem, program, _clock.Times([1.0]), traffic)
+
+    mesh = jax_moe.make_mesh(devices=jax.devices()[: SHAPE.ranks // 2])
+    halves = record(jax_moe.ExpertGroup(mesh, axes=("rank",), virtual_ranks=2))
+    whole = record(group)
+    assert halves.output_bytes == pytest.approx(whole.output_bytes, rel=0.02)
+    assert halves.own_bytes == pytest.approx(whole.own_bytes, abs=1)
+
+
 def test_copies_that_set_the_floor(bfloat16, monkeypatch):
     monkeypatch.setitem(_run.COPY_BYTES, "cpu", 4096)
     (copy, add_one), copied = _run._copies(bfloat16.problem, calls=3)

@@ -57,7 +57,7 @@ class Record(Timed):
 
     @property
     def peak_bytes(self) -> int:
-        """XLA's temporaries and outputs on one device, and our own buffers."""
+        """XLA's temporaries and outputs, and our own buffers."""
         return self.temp_bytes + self.output_bytes + self.own_bytes
 
 
@@ -252,6 +252,7 @@ def _deepep_records(options, problem, inputs, expected, skipped) -> list[Record]
 
 def _record(problem, program, taken: Times, traffic: Traffic) -> Record:
     column, measure, memory = program.column, program.measure, program.memory
+    ranks = problem.group.virtual_ranks  # of the device, whose bytes these are
     return Record(
         routing=problem.routing,
         dtype=problem.dtype,
@@ -259,9 +260,9 @@ def _record(problem, program, taken: Times, traffic: Traffic) -> Record:
         measure=measure,
         calls=program.calls,
         link_bytes=traffic.link(column.kind)[measure],
-        temp_bytes=memory["temp"],
-        output_bytes=memory["output"],
-        own_bytes=_programs.own_bytes(column.kind, problem),
+        temp_bytes=memory["temp"] // ranks,
+        output_bytes=memory["output"] // ranks,
+        own_bytes=_programs.own_bytes(column.kind, problem) // ranks,
         **taken.per_call(program.calls).summary,
     )
 

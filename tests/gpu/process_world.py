@@ -18,7 +18,7 @@ from train import processes
 
 PROGRAM = Path(__file__).with_name("process_program.py")
 LIMIT_S = 70.0
-ON_ONE_GPU = {"SHARED_GPU": ("1", "1"), "JAX_MOE_SOAK_STEPS": ("60", "60")}
+ON_ONE_GPU = {"JAX_MOE_SOAK_STEPS": ("60", "60")}
 COLLECTIVES_ON_ONE_GPU = {
     name: (value, processes.sharing_a_gpu(1)[name])
     for name, value in processes.sharing_a_gpu(0).items()
