@@ -1,13 +1,15 @@
 """The bench of grouped matmuls: its cases, its check and its report."""
 
 import json
+import types
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import jax_moe
-from jax_moe.bench import matmul
+from jax_moe.bench import _matmul_peers, matmul
 
 
 @pytest.mark.parametrize("experts", [1, 8, 32])
@@ -40,6 +42,19 @@ def test_report_has_every_engine_beside_the_dense_matmul(tmp_path, capsys):
     assert all(r["median_us"] > 0 and r["bytes_us"] > 0 for r in records)
     report = capsys.readouterr().out
     assert report.count("| dense |") == 6 and "| 4 | 64 | 16 x 24 | unaligned |" in report
+
+
+@pytest.mark.parametrize("operation", matmul.OPERATIONS)
+def test_jax_mosaic_is_one_kernel(operation, monkeypatch):
+    monkeypatch.setattr(jax, "devices", lambda: [types.SimpleNamespace(core_count=132)])
+    shapes = {"x": (1024, 256), "w": (4, 256, 384), "dy": (1024, 384)}
+    operands = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes.values()]
+    apply = jax.jit(_matmul_peers.operation("jax_mosaic", operation))
+    traced = apply.trace(*operands, jax.ShapeDtypeStruct((4,), jnp.int32))
+    lowered = traced.lower(lowering_platforms=("cuda",))
+    result = {"product": "dy", "rows' gradient": "x", "weights' gradient": "w"}[operation]
+    assert lowered.out_info.shape == shapes[result]
+    assert lowered.as_text().count("custom_call @mosaic_gpu") == 1
 
 
 def test_a_wrong_result_ends_the_bench(monkeypatch):

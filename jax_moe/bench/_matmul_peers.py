@@ -11,7 +11,13 @@ import jax
 NAMES = ("tokamax", "tokamax_tuned", "jax_mosaic")
 # The best of a few tries at 32 experts of 1024 rows, K x N = 7168 x 4096.
 TOKAMAX = {"block_m": 128, "block_n": 64, "block_k": 128, "num_stages": 4, "grid_tile_width": 8}
-JAX_MOSAIC = {"block_m": 128, "block_n": 128, "block_k": 64, "max_concurrent_steps": 4}
+JAX_MOSAIC: dict[str, Any] = {
+    "block_m": 128,
+    "block_n": 128,
+    "block_k": 64,
+    "max_concurrent_steps": 4,
+    "grid_block_n": 8,
+}
 
 
 def operation(peer: str, name: str) -> Callable:
@@ -21,39 +27,43 @@ def operation(peer: str, name: str) -> Callable:
       NotImplementedError: the library is not there; the message says why.
     """
     try:
-        return _jax_mosaic(name) if peer == "jax_mosaic" else _tokamax(name, peer)
+        multiply = _jax_mosaic(name) if peer == "jax_mosaic" else _tokamax(peer, name)
     except ImportError as error:
         raise NotImplementedError(f"{peer} cannot be imported: {error}") from error
+
+    def apply(x, w, dy, sizes):
+        factors = {"product": (x, w), "rows' gradient": (dy, w), "weights' gradient": (x, dy)}
+        return multiply(*factors[name], sizes)
+
+    return apply
 
 
 def _jax_mosaic(name: str) -> Callable:
     from jax.experimental.pallas.ops.gpu import ragged_dot_mgpu, transposed_ragged_dot_mgpu
 
-    dot = functools.partial(ragged_dot_mgpu.ragged_dot, grid_block_n=8, **JAX_MOSAIC)
-    outer = functools.partial(
-        transposed_ragged_dot_mgpu.transposed_ragged_dot, grid_block_n=8, **JAX_MOSAIC
-    )
-    return {
-        "product": lambda x, w, dy, sizes: dot(x, w, group_sizes=sizes),
-        "rows' gradient": lambda x, w, dy, sizes: dot(dy, w, group_sizes=sizes, transpose_rhs=True),
-        "weights' gradient": lambda x, w, dy, sizes: outer(x, dy, group_sizes=sizes),
-    }[name]
+    if name == "weights' gradient":
+        dot = transposed_ragged_dot_mgpu.transposed_ragged_dot
+    else:
+        transposed = name == "rows' gradient"
+        dot = functools.partial(ragged_dot_mgpu.ragged_dot, transpose_rhs=transposed)
+    return lambda left, right, sizes: dot(left, right, group_sizes=sizes, **JAX_MOSAIC)
 
 
-def _tokamax(name: str, peer: str) -> Callable:
+def _tokamax(peer: str, name: str) -> Callable:
     from tokamax._src.ops.ragged_dot import base, pallas_mosaic_gpu  # type: ignore[import]
 
-    make: Any = pallas_mosaic_gpu.PallasMosaicGpuRaggedDot
-    op = make()
+    config: Any = None
     if peer == "tokamax_tuned":
         config = pallas_mosaic_gpu.Config(split_k=1, persistent=True, grid_minor_dim=0, **TOKAMAX)
-        one = make(config=config)
-        op = make(
-            config=config,
-            vjp=functools.partial(base.vjp, dlhs_ragged_dot=one, drhs_ragged_dot=one),
-        )
-
-    return from_product(name, lambda x, w, sizes: op(x, w, group_sizes=sizes))
+    dot = pallas_mosaic_gpu.PallasMosaicGpuRaggedDot(config=config)
+    numbers = {
+        "product": base.DEFAULT_RAGGED_DOT_DIM_NUMS,
+        "rows' gradient": base.TRANS_RHS_RAGGED_DOT_DIM_NUMS,
+        "weights' gradient": base.RAGGED_CONTRACTING_DOT_DIM_NUMS,
+    }[name]
+    return lambda left, right, sizes: dot(
+        left, right, group_sizes=sizes, ragged_dot_dimension_numbers=numbers
+    )
 
 
 def from_product(name: str, multiply: Callable) -> Callable:
