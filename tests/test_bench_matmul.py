@@ -1,6 +1,8 @@
 """The bench of grouped matmuls: its cases, its check and its report."""
 
+import itertools
 import json
+import sys
 import types
 
 import jax
@@ -44,6 +46,28 @@ def test_report_has_every_engine_beside_the_dense_matmul(tmp_path, capsys):
     assert report.count("| dense |") == 6 and "| 4 | 64 | 16 x 24 | unaligned |" in report
 
 
+def test_torch_computes_the_same_and_is_waited_for_in_each_timed_region(tmp_path, monkeypatch):
+    waits = []
+
+    def grouped_mm(a, b, *, offs):
+        groups = list(itertools.pairwise([0, *offs.tolist()]))
+        if b.ndim == 3:
+            return jnp.concatenate([a[i:j] @ w for (i, j), w in zip(groups, b, strict=True)])
+        return jnp.stack([a[:, i:j] @ b[i:j] for i, j in groups])
+
+    cuda = types.SimpleNamespace(is_available=lambda: True, synchronize=lambda: waits.append(None))
+    stand_in = {"from_dlpack": jnp.from_dlpack, "int32": jnp.int32, "_grouped_mm": grouped_mm}
+    monkeypatch.setitem(sys.modules, "torch", types.SimpleNamespace(cuda=cuda, **stand_in))
+    file = tmp_path / "matmul.json"
+    sizes = "--experts 4 --rows 64 --shapes 16x24 --routings unaligned"
+    timing = "--calls 2 --repetitions 3 --seconds 0.01"
+    matmul.main(f"{sizes} {timing} --engines torch --json {file}".split())
+    records = [r for r in json.loads(file.read_text())["records"] if r["engine"] == "torch"]
+    assert [r["operation"] for r in records] == list(matmul.OPERATIONS)
+    checks = len(records)
+    assert len(waits) == checks + sum(r["repetitions"] for r in records)
+
+
 @pytest.mark.parametrize("operation", matmul.OPERATIONS)
 def test_jax_mosaic_is_one_kernel(operation, monkeypatch):
     monkeypatch.setattr(jax, "devices", lambda: [types.SimpleNamespace(core_count=132)])
@@ -74,6 +98,7 @@ def test_a_wrong_result_ends_the_bench(monkeypatch):
         ("--engines fastest", "choose from blocks"),
         ("--routings even", "choose from balanced"),
         ("--engines tokamax", "tokamax cannot be imported"),
+        ("--engines torch", "--engines: torch"),
         ("--rows 64,0", "--rows: '0': must be a number of 1 or more"),
         ("--calls -1", "--calls: '-1': must be"),
         ("--shapes 128", "--shapes: '128': must be KxN"),

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
-NAMES = ("tokamax", "tokamax_tuned", "jax_mosaic")
+NAMES = ("tokamax", "tokamax_tuned", "jax_mosaic", "torch")
+EAGER = "torch"  # a function of the host, which JAX cannot compile
 # The best of a few tries at 32 experts of 1024 rows, K x N = 7168 x 4096.
 TOKAMAX = {"block_m": 128, "block_n": 64, "block_k": 128, "num_stages": 4, "grid_tile_width": 8}
 JAX_MOSAIC: dict[str, Any] = {
@@ -26,8 +29,9 @@ def operation(peer: str, name: str) -> Callable:
     Raises:
       NotImplementedError: the library is not there; the message says why.
     """
+    make = {"jax_mosaic": _jax_mosaic, "torch": _torch}.get(peer, functools.partial(_tokamax, peer))
     try:
-        multiply = _jax_mosaic(name) if peer == "jax_mosaic" else _tokamax(peer, name)
+        multiply = make(name)
     except ImportError as error:
         raise NotImplementedError(f"{peer} cannot be imported: {error}") from error
 
@@ -64,6 +68,39 @@ def _tokamax(peer: str, name: str) -> Callable:
     return lambda left, right, sizes: dot(
         left, right, group_sizes=sizes, ragged_dot_dimension_numbers=numbers
     )
+
+
+def _torch(name: str) -> Callable:
+    import torch  # type: ignore[import]
+
+    if not torch.cuda.is_available():
+        raise NotImplementedError("torch finds no GPU")
+
+    def multiply(left, right, sizes):
+        # Shared, not copied; torch's stream waits until JAX has written them.
+        left, right, sizes = map(torch.from_dlpack, (left, right, sizes))
+        left = left.mT if name == "weights' gradient" else left
+        right = right.mT if name == "rows' gradient" else right
+        ends = sizes.cumsum(0, dtype=torch.int32)
+        return _Queued(torch._grouped_mm(left, right, offs=ends), torch.cuda.synchronize)
+
+    return multiply
+
+
+@dataclasses.dataclass(frozen=True)
+class _Queued:
+    """A tensor that torch's stream has yet to write; JAX knows nothing of that stream."""
+
+    tensor: Any
+    wait: Callable[[], None]
+
+    def block_until_ready(self) -> _Queued:
+        """What `jax.block_until_ready` calls."""
+        self.wait()
+        return self
+
+    def __jax_array__(self) -> jax.Array:
+        return jnp.from_dlpack(self.block_until_ready().tensor)
 
 
 def from_product(name: str, multiply: Callable) -> Callable:

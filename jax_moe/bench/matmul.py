@@ -98,6 +98,12 @@ def _operation(name: str, engine: Any) -> Callable:
     )
 
 
+def _program(name: str, engine: str, operands: Sequence[jax.Array]) -> Callable:
+    """The same, compiled where JAX compiles it."""
+    apply = _operation(name, engine)
+    return apply if engine == _matmul_peers.EAGER else jax.jit(apply).lower(*operands).compile()
+
+
 def _operands(case: Case) -> tuple[jax.Array, ...]:
     shapes = (
         (case.rows, case.inner),
@@ -136,21 +142,21 @@ def measure(
     operands = _operands(cases[0])
     sizes = [jnp.asarray(case.sizes()) for case in cases]
     for operation in OPERATIONS:
-        compiled = {
-            engine: jax.jit(_operation(operation, engine)).lower(*operands, sizes[0]).compile()
+        programs = {
+            engine: _program(operation, engine, (*operands, sizes[0]))
             for engine in (DENSE, *args.engines)
         }
         for case, own_sizes in zip(cases, sizes, strict=True):
             for engine in args.engines:
-                result = compiled[engine](*operands, own_sizes)
+                result = jnp.asarray(programs[engine](*operands, own_sizes))
                 _check(case, engine, operation, result, operands)
-            programs = [
+            repeated = [
                 functools.partial(_repeat, program, args.calls, (*operands, own_sizes))
-                for program in compiled.values()
+                for program in programs.values()
             ]
             until = time.monotonic() + args.seconds
-            times = time_in_turns(programs, before, until=until, most=args.repetitions)
-            for engine, taken in zip(compiled, times, strict=True):
+            times = time_in_turns(repeated, before, until=until, most=args.repetitions)
+            for engine, taken in zip(programs, times, strict=True):
                 yield Record(
                     case=case,
                     operation=operation,
@@ -160,7 +166,7 @@ def measure(
                 )
 
 
-def _repeat(program: Callable, calls: int, operands: Sequence[jax.Array]) -> jax.Array:
+def _repeat(program: Callable, calls: int, operands: Sequence[jax.Array]) -> Any:
     for _ in range(calls - 1):  # one after the other on the device, and the host ahead of it
         program(*operands)
     return program(*operands)
