@@ -15,6 +15,7 @@ them. Compile time does not depend on the number of experts.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any, Literal, get_args
 
 import jax
@@ -26,6 +27,7 @@ from jax_moe import _pallas_operands, _row_blocks
 from jax_moe._row_blocks import sum_dtype
 
 Engine = Literal["blocks", "large_blocks", "pallas", "ragged_dot"]
+Engines = tuple[Engine, Engine]  # that on CPU devices, and that on others
 # Fewer rows leave the matmul short of work per weight read, more are wasted on small groups.
 BLOCK_ROWS: dict[Engine, int] = {"blocks": 64, "large_blocks": 1024}
 # Rows to a multiple of which groups are best padded, for engines that care.
@@ -53,7 +55,7 @@ def grouped_matmul(
       virtual_ranks: V.
       engine: "blocks" (a loop over blocks of 64 rows), "large_blocks" (of 1024), "pallas" (bfloat16
         on a Hopper GPU; K and N multiples of 128, V*C of 8) or "ragged_dot". None takes "blocks"
-        where JAX's default backend is the CPU, else "pallas" where it fits, else "large_blocks".
+        on CPU devices, else "pallas" where it fits, else "large_blocks".
 
     Returns:
       [V*C, N] of the same dtype; zero past the last group.
@@ -62,25 +64,25 @@ def grouped_matmul(
       ValueError: the shapes or dtypes do not fit each other, or the engine.
     """
     check_operands(rows, weights, group_sizes, virtual_ranks)
-    engine = resolve_engine(engine, rows, weights)
+    engines = resolve_engines(engine, rows, weights)
     rows, weights, group_sizes = _row_blocks.vary_alike(rows, weights, group_sizes)
-    return _matmul((engine, virtual_ranks, False), rows, weights, group_sizes)
+    return _matmul((engines, virtual_ranks, False), rows, weights, group_sizes)
 
 
-def resolve_engine(engine: Engine | None, rows: Array, *weights: Array) -> Engine:
+def resolve_engines(engine: Engine | None, rows: Array, *weights: Array) -> Engines:
     """The engine itself, or the choice where it is None.
 
     Raises:
       ValueError: no such engine, or it does not take these operands.
     """
     if engine is None:
-        return choose_engine(jax.local_devices()[0], rows, *weights)
+        return "blocks", choose_engine(_pallas_operands.local_gpu(), rows, *weights)
     if engine not in get_args(Engine):
         raise ValueError(f"engine={engine!r}: must be one of {get_args(Engine)} or None.")
     obstacle = _pallas_operands.obstacle(rows, *weights) if engine == "pallas" else None
     if obstacle:
         raise ValueError(f'engine="pallas" with {obstacle}; None takes an engine that fits.')
-    return engine
+    return engine, engine
 
 
 def choose_engine(device: Any, rows: Any, *weights: Any) -> Engine:
@@ -90,6 +92,20 @@ def choose_engine(device: Any, rows: Any, *weights: Any) -> Engine:
     is_hopper = getattr(device, "compute_capability", "").startswith("9.")
     fits = is_hopper and not _pallas_operands.obstacle(rows, *weights)
     return "pallas" if fits else "large_blocks"
+
+
+def with_engine(engines: Engines, function: Callable, settings: Any, *operands: Array) -> Any:
+    """Calls function(engine, settings, *operands) with the engine of the platform that runs it."""
+    if engines[0] == engines[1]:
+        return function(engines[0], settings, *operands)
+    return _with_engine_of_platform(engines, function, settings, *operands)
+
+
+# The jit is for calls outside of any: the platform is then the operands', not JAX's default one.
+@functools.partial(jax.jit, static_argnums=(0, 1, 2), inline=True)
+def _with_engine_of_platform(engines, function, settings, *operands):
+    on_cpu, elsewhere = (functools.partial(function, engine, settings) for engine in engines)
+    return lax.platform_dependent(*operands, cpu=on_cpu, default=elsewhere)
 
 
 def check_operands(rows: Array, weights: Array, group_sizes: Array, virtual_ranks: int) -> None:
@@ -111,13 +127,18 @@ def check_operands(rows: Array, weights: Array, group_sizes: Array, virtual_rank
 
 # The product and its weight gradient are each other's derivatives (with the product of the
 # transposed weights for the rows), so that two functions close the set and any order of
-# derivative exists.
+# derivative exists. The engine is chosen inside of them: a derivative of the choice would keep what
+# either engine's backward pass needs.
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _matmul(static: tuple[Engine, int, bool], rows: Array, weights: Array, sizes: Array) -> Array:
+def _matmul(static: tuple[Engines, int, bool], rows: Array, weights: Array, sizes: Array) -> Array:
     """Rows [V*C, K] x [V*E, K, N]; with `transposed` rows [V*C, N] x the transposes."""
-    engine, virtual_ranks, transposed = static
+    return with_engine(static[0], _matmul_by, static[1:], rows, weights, sizes)
+
+
+def _matmul_by(engine: Engine, settings: tuple[int, bool], rows, weights, sizes) -> Array:
+    virtual_ranks, transposed = settings
     if engine == "ragged_dot":
         return _matmul_ragged(rows, weights, sizes, virtual_ranks, transposed)
     if engine == "pallas":
@@ -138,20 +159,23 @@ def _matmul_fwd(static, rows, weights, sizes):
 
 
 def _matmul_bwd(static, saved, cotangent):
-    engine, virtual_ranks, transposed = static
+    engines, virtual_ranks, transposed = static
     rows, weights, sizes = saved
-    d_rows = _matmul((engine, virtual_ranks, not transposed), cotangent, weights, sizes)
+    d_rows = _matmul((engines, virtual_ranks, not transposed), cotangent, weights, sizes)
     left, right = (cotangent, rows) if transposed else (rows, cotangent)
-    return d_rows, _outer((engine, virtual_ranks), left, right, sizes), None
+    return d_rows, _outer((engines, virtual_ranks), left, right, sizes), None
 
 
 _matmul.defvjp(_matmul_fwd, _matmul_bwd)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _outer(static: tuple[Engine, int], left: Array, right: Array, sizes: Array) -> Array:
+def _outer(static: tuple[Engines, int], left: Array, right: Array, sizes: Array) -> Array:
     """Per expert left^T right over its rows: [V*C, K], [V*C, N] -> [V*E, K, N]."""
-    engine, virtual_ranks = static
+    return with_engine(static[0], _outer_by, static[1], left, right, sizes)
+
+
+def _outer_by(engine: Engine, virtual_ranks: int, left, right, sizes) -> Array:
     if engine == "ragged_dot":
         return _outer_ragged(left, right, sizes, virtual_ranks)
     if engine == "pallas":
@@ -166,9 +190,9 @@ def _outer_fwd(static, left, right, sizes):
 
 def _outer_bwd(static, saved, cotangent):
     left, right, sizes = saved
-    engine, virtual_ranks = static
-    d_left = _matmul((engine, virtual_ranks, True), right, cotangent, sizes)
-    d_right = _matmul((engine, virtual_ranks, False), left, cotangent, sizes)
+    engines, virtual_ranks = static
+    d_left = _matmul((engines, virtual_ranks, True), right, cotangent, sizes)
+    d_right = _matmul((engines, virtual_ranks, False), left, cotangent, sizes)
     return d_left, d_right, None
 
 

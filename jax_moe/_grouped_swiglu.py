@@ -20,9 +20,11 @@ from jax_moe import _pallas_operands
 from jax_moe._grouped_matmul import (
     BLOCK_ROWS,
     Engine,
+    Engines,
     check_operands,
     grouped_matmul,
-    resolve_engine,
+    resolve_engines,
+    with_engine,
 )
 from jax_moe._plan import Tail
 from jax_moe._row_blocks import (
@@ -83,17 +85,12 @@ def grouped_swiglu(
         raise ValueError(f"row_s has shape {row_s.shape}: it must be ({len(rows)},), one a row.")
     if tail not in get_args(Tail):
         raise ValueError(f'tail={tail!r}: must be "zero" or "undefined".')
-    engine = resolve_engine(engine, rows, gate_up, down)
+    engines = resolve_engines(engine, rows, gate_up, down)
     if engine != "ragged_dot":
         operands = vary_alike(rows, row_s, gate_up, down, group_sizes)
-        if engine == "pallas":
-            return _swiglu_pallas((virtual_ranks, tail == "zero"), *operands)
-        return _swiglu((BLOCK_ROWS[engine], virtual_ranks), *operands)
+        return _swiglu((engines, virtual_ranks, tail == "zero"), *operands)
     matmul = functools.partial(
-        grouped_matmul,
-        group_sizes=group_sizes,
-        virtual_ranks=virtual_ranks,
-        engine="ragged_dot",
+        grouped_matmul, group_sizes=group_sizes, virtual_ranks=virtual_ranks, engine=engine
     )
     return matmul(gate(matmul(rows, gate_up), row_s), down)
 
@@ -113,12 +110,44 @@ def _matmul(a: Array, b: Array, contract: tuple[int, int], dtype=None) -> Array:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _swiglu(static: tuple[int, int], rows, row_s, gate_up, down, sizes):
-    return _forward(static, False, rows, row_s, gate_up, down, sizes)[0]
+def _swiglu(static: tuple[Engines, int, bool], rows, row_s, gate_up, down, sizes):
+    engines, *settings = static
+    operands = rows, row_s, gate_up, down, sizes
+    return with_engine(engines, _forward, (*settings, False), *operands)[0]
 
 
-def _forward(static, keep, rows, row_s, gate_up, down, sizes):
-    """The result, and with `keep` the gate and up of every row, [V*C, 2*W]."""
+def _swiglu_fwd(static, rows, row_s, gate_up, down, sizes):
+    engines, *settings = static
+    operands = rows, row_s, gate_up, down, sizes
+    out, inner = with_engine(engines, _forward, (*settings, True), *operands)
+    return out, (*operands, inner)
+
+
+def _swiglu_bwd(static, saved, cotangent):
+    return *with_engine(static[0], _backward, static[1:], *saved, cotangent), None
+
+
+_swiglu.defvjp(_swiglu_fwd, _swiglu_bwd)
+
+
+def _forward(engine: Engine, settings: tuple[int, bool, bool], *operands):
+    """The result, and with the last of the settings gate and up of every row, [V*C, 2*W]."""
+    virtual_ranks, zero_tail, keep = settings
+    if engine == "pallas":
+        return _forward_pallas((virtual_ranks, zero_tail), *operands)[: 1 + keep]
+    return _forward_blocks((BLOCK_ROWS[engine], virtual_ranks), keep, *operands)
+
+
+def _backward(engine: Engine, settings: tuple[int, bool], *saved_and_cotangent):
+    if engine == "pallas":
+        return _backward_pallas(settings, *saved_and_cotangent)
+    return _backward_blocks((BLOCK_ROWS[engine], settings[0]), *saved_and_cotangent)
+
+
+# Engines "blocks" and "large_blocks".
+
+
+def _forward_blocks(static, keep, rows, row_s, gate_up, down, sizes):
     (block, virtual_ranks), num_rows = static, rows.shape[0]
     starts = group_starts(sizes, virtual_ranks, num_rows)
 
@@ -139,13 +168,7 @@ def _forward(static, keep, rows, row_s, gate_up, down, sizes):
     return lax.fori_loop(0, gate_up.shape[0], expert, outs)
 
 
-def _swiglu_fwd(static, rows, row_s, gate_up, down, sizes):
-    out, inner = _forward(static, True, rows, row_s, gate_up, down, sizes)
-    return out, (rows, row_s, inner, gate_up, down, sizes)
-
-
-def _swiglu_bwd(static, saved, cotangent):
-    rows, row_s, inner, gate_up, down, sizes = saved
+def _backward_blocks(static, rows, row_s, gate_up, down, sizes, inner, cotangent):
     (block, virtual_ranks), num_rows = static, rows.shape[0]
     wide = sum_dtype(rows.dtype)
     starts = group_starts(sizes, virtual_ranks, num_rows)
@@ -162,7 +185,7 @@ def _swiglu_bwd(static, saved, cotangent):
         return *carry[:2], *d_weights
 
     grads = tuple(zeros(a.shape, a.dtype, rows) for a in (rows, row_s, gate_up, down))
-    return *lax.fori_loop(0, gate_up.shape[0], expert, grads), None
+    return lax.fori_loop(0, gate_up.shape[0], expert, grads)
 
 
 def _backward_step(operands, w_in, w_out, first, counts, carry):
@@ -180,26 +203,16 @@ def _backward_step(operands, w_in, w_out, first, counts, carry):
     return d_rows, write(d_row_s, first, counts[:, 0], d_s), d_in, d_out
 
 
-_swiglu.defvjp(_swiglu_fwd, _swiglu_bwd)
-
-
 # Engine "pallas".
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _swiglu_pallas(static: tuple[int, bool], rows, row_s, gate_up, down, sizes):
-    return _swiglu_pallas_fwd(static, rows, row_s, gate_up, down, sizes)[0]
-
-
-def _swiglu_pallas_fwd(static, rows, row_s, gate_up, down, sizes):
+def _forward_pallas(static, rows, row_s, gate_up, down, sizes):
     product, _ = _products(static, sizes, len(rows))
     inner = product(rows, gate_up, transposed=False, zero_tail=False)
-    out = product(gate(inner, row_s), down, transposed=False)
-    return out, (rows, row_s, inner, gate_up, down, sizes)
+    return product(gate(inner, row_s), down, transposed=False), inner
 
 
-def _swiglu_pallas_bwd(static, saved, cotangent):
-    rows, row_s, inner, gate_up, down, sizes = saved
+def _backward_pallas(static, rows, row_s, gate_up, down, sizes, inner, cotangent):
     product, starts = _products(static, sizes, len(rows))
     hidden, pull = jax.vjp(gate, inner, row_s)
     d_inner, d_s = pull(product(cotangent, down, transposed=True, zero_tail=False))
@@ -210,7 +223,7 @@ def _swiglu_pallas_bwd(static, saved, cotangent):
     virtual_ranks = static[0]
     row = lax.iota(jnp.int32, len(rows)).reshape(virtual_ranks, -1)
     end = (starts + sizes).reshape(virtual_ranks, -1)[:, -1:]
-    return d_rows, jnp.where((row < end).reshape(-1), d_s, 0), d_in, d_out, None
+    return d_rows, jnp.where((row < end).reshape(-1), d_s, 0), d_in, d_out
 
 
 def _products(static, sizes, num_rows):
@@ -225,6 +238,3 @@ def _products(static, sizes, num_rows):
         zero_tail=zero_tail,
     )
     return product, starts
-
-
-_swiglu_pallas.defvjp(_swiglu_pallas_fwd, _swiglu_pallas_bwd)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import ModuleType
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 TILE_ROWS = 128
@@ -16,6 +17,14 @@ def kernels() -> ModuleType:
     from jax_moe import _pallas_matmul
 
     return _pallas_matmul
+
+
+def local_gpu() -> Any:
+    """This process's first GPU, whatever JAX's default backend is; its first device without any."""
+    try:
+        return jax.local_devices(backend="gpu")[0]
+    except RuntimeError:
+        return jax.local_devices()[0]
 
 
 def obstacle(rows: Any, *weights: Any) -> str | None:

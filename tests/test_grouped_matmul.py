@@ -1,11 +1,13 @@
 """Grouped matmul and SwiGLU against loops in float64, with NaN in the rows past the groups."""
 
 import functools
+import types
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
 import jax_moe
 
@@ -182,6 +184,45 @@ def test_other_group_sizes_need_no_other_program():
         out = compiled(rows, weights, jnp.array(sizes, jnp.int32))
         assert np.isfinite(out).all()
     assert compiled._cache_size() == 1
+
+
+@pytest.fixture
+def hopper_host(monkeypatch):
+    """A host with a Hopper GPU, whose programs run on CPU devices all the same."""
+    gpu = types.SimpleNamespace(platform="gpu", compute_capability="9.0", core_count=132)
+    monkeypatch.setattr(jax, "local_devices", lambda **_: [gpu])
+
+
+def result_and_gradients(operation, operands, sizes):
+    def loss(*operands):
+        return operation(*operands, sizes).sum()
+
+    return operation(*operands, sizes), jax.grad(loss, range(len(operands)))(*operands)
+
+
+@pytest.mark.parametrize("operation", [jax_moe.grouped_matmul, jax_moe.grouped_swiglu])
+def test_the_engine_is_that_of_the_platform_that_runs(operation, hopper_host):
+    shapes = [(16, 128), (16,), (2, 128, 256), (2, 128, 128)]
+    rows, row_s, gate_up, down = (jnp.ones(shape, jnp.bfloat16) for shape in shapes)
+    swiglu = operation is jax_moe.grouped_swiglu
+    operands = (rows, row_s, gate_up, down) if swiglu else (rows, gate_up)
+    sizes = jnp.array([7, 9], jnp.int32)
+
+    blocks = functools.partial(operation, engine="blocks")
+    want = jax.tree.map(np.asarray, result_and_gradients(blocks, operands, sizes))
+    got = result_and_gradients(operation, operands, sizes)
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+
+    mesh = jax_moe.make_mesh(rank=1, devices=jax.devices()[:1])
+    function = functools.partial(result_and_gradients, operation)
+    mapped = jax.jit(jax.shard_map(function, mesh=mesh, in_specs=P("rank"), out_specs=P("rank")))
+    jax.tree.map(np.testing.assert_array_equal, mapped(operands, sizes), want)
+    traced = mapped.trace(operands, sizes)
+    on_cpu, on_gpu = (
+        traced.lower(lowering_platforms=(platform,)).as_text() for platform in ("cpu", "cuda")
+    )
+    assert "mosaic_gpu" not in on_cpu and "stablehlo.while" in on_cpu
+    assert "mosaic_gpu" in on_gpu and "stablehlo.while" not in on_gpu
 
 
 @pytest.mark.parametrize(
