@@ -86,10 +86,10 @@ def resolve_engines(engine: Engine | None, rows: Array, *weights: Array) -> Engi
 
 
 def choose_engine(device: Any, rows: Any, *weights: Any) -> Engine:
-    """The fastest engine for operands of these shapes and dtypes on a device."""
-    if device.platform == "cpu":
+    """The fastest engine for such shapes and dtypes on a device, or on a Hopper GPU for None."""
+    if device is not None and device.platform == "cpu":
         return "blocks"
-    is_hopper = getattr(device, "compute_capability", "").startswith("9.")
+    is_hopper = device is None or getattr(device, "compute_capability", "").startswith("9.")
     fits = is_hopper and not _pallas_operands.obstacle(rows, *weights)
     return "pallas" if fits else "large_blocks"
 

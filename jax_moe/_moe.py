@@ -166,10 +166,12 @@ class _Settings:
 
     def engine(self, gate_up: Array, down: Array) -> tuple[Engine, dict[str, Any]]:
         """What multiplies on the group's devices, and the plan's settings that suit it."""
-        device = self.group.devices[0] if self.group.devices else jax.local_devices()[0]
+        device = next(iter(self.group.devices), None)
+        # An abstract mesh counts as CPU devices, or as what "ptx" needs.
+        on_cpu = device is None and self.implementation != "ptx"
         num_rows = ROW_ALIGNMENT["pallas"]  # of which `plan` makes a multiple, and so does this
         rows = jax.ShapeDtypeStruct((num_rows, gate_up.shape[1]), gate_up.dtype)
-        engine = choose_engine(device, rows, gate_up, down)
+        engine = "blocks" if on_cpu else choose_engine(device, rows, gate_up, down)
         alignment, capacity = ROW_ALIGNMENT.get(engine, 1), self.capacity
         if capacity is not None and alignment > 1:
             capacity = with_padding(capacity, len(gate_up) // self.group.virtual_ranks, alignment)

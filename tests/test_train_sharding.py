@@ -89,6 +89,8 @@ def test_deepseek_v3_lowers_for_2048_absent_devices(monkeypatch):
     # Forward and as each other's backward pass; dispatch is recomputed too.
     assert code.count("@jax_moe_dispatch(") == 3 and code.count("@jax_moe_combine(") == 2
     assert "mhlo.num_partitions = 2048" in code
+    # Two products, the first of them again, and each one's two gradients.
+    assert code.count("custom_call @mosaic_gpu") == 7
 
 
 def test_the_program_refuses_a_mesh_that_does_not_fit(capsys, monkeypatch):
