@@ -1,10 +1,13 @@
 """Several processes, on one host or on several: they train as one does, stop and fail together."""
 
+import os
 import re
+import select
 import shutil
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import hosts
@@ -48,6 +51,36 @@ def test_two_processes_train_as_one_does_and_stop_together(job, alone):
     # Both processes stopped after the same step, or there would be no checkpoint of both.
     assert job.checkpoints("two")[-1] == len(losses)
     assert (job.folder / "two" / "logs" / "process-1.log").exists()
+
+
+def children(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+@pytest.mark.parametrize("steps", [0, 1])
+def test_a_killed_launcher_takes_its_processes_with_it(job, steps):
+    """Also those that it has only just started."""
+    name = f"killed{steps}"
+    output = job.folder / f"{name}.txt"
+    arguments = ["--processes", "2", "--", *job.arguments(name, "--steps", "50000")]
+    run = job.start(job.command("train.launch_local", *arguments), output)
+    while len(children(run.pid)) < 2:
+        assert run.poll() is None, output.read_text()
+        time.sleep(0.02)
+    if steps:
+        job.wait_for_step(name, steps, run, output)
+    started = children(run.pid)
+    started += [watcher for pid in started for watcher in children(pid)]
+    left = [os.pidfd_open(pid) for pid in started]
+    run.kill()
+    run.wait()
+    try:
+        for descriptor in left:
+            assert select.select([descriptor], [], [], 60)[0], started
+    finally:
+        for descriptor in left:
+            signal.pidfd_send_signal(descriptor, signal.SIGKILL)
+            os.close(descriptor)
 
 
 @pytest.mark.parametrize(

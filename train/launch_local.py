@@ -146,6 +146,7 @@ def start(options: Options, arguments: list[str], folder: Path) -> list[Worker]:
     environment = os.environ | {
         processes.ADDRESS: f"127.0.0.1:{options.port or free_port()}",
         processes.COUNT: str(options.processes),
+        processes.LAUNCHER: str(os.getpid()),
         "PYTHONPATH": os.pathsep.join(sys.path),  # what is found here is found there
         "PYTHONUNBUFFERED": "1",
     }

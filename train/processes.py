@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Iterator
@@ -17,6 +19,7 @@ from train.watch import Watch
 
 # What a launcher that JAX does not know sets, as train.launch_local does.
 ADDRESS, COUNT, INDEX = "JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"
+LAUNCHER = "TRAIN_LAUNCHER_PID"  # of a launcher without which its processes are not to go on
 # What lets XLA's collectives run between two processes on one GPU. NCCL refuses them on one host,
 # so they look like two hosts to it, and talk over the loopback interface. {} is the process.
 SHARING_A_GPU = {
@@ -26,8 +29,22 @@ SHARING_A_GPU = {
     "NCCL_MNNVL_ENABLE": "0",
 }
 _NO_LAUNCHER = "coordinator_address should be defined."
+_PR_SET_PDEATHSIG = 1  # of Linux's prctl
 
 _watch: Watch | None = None  # of the one run that a process can be part of
+
+
+def end_with_launcher() -> None:
+    """Has the kernel kill this process when the launcher that set LAUNCHER is gone.
+
+    Raises:
+      RuntimeError: it is gone already.
+    """
+    if LAUNCHER not in os.environ:
+        return
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != int(os.environ[LAUNCHER]):
+        raise RuntimeError(f"The launcher, process {os.environ[LAUNCHER]}, is gone.")
 
 
 def join() -> None:
@@ -93,6 +110,7 @@ def joined(*, dead_s: float, stall_s: float) -> Iterator[None]:
       stall_s: seconds after which a run in which no process gets on counts as stuck.
     """
     global _watch
+    end_with_launcher()
     join()
     if count() == 1:
         yield
