@@ -23,11 +23,11 @@ def run(monkeypatch):
     monkeypatch.setattr(_deepep, "obstacle", lambda *_: None)
     monkeypatch.setattr(_deepep, "_GRACE_S", 0.2)
 
-    def run(mode: str, columns=("deepep:24", "deepep:64"), measures=MEASURES, calls=2):
+    def run(mode: str, columns=("deepep:24", "deepep:64"), measures=MEASURES, calls=2, most=3):
         monkeypatch.setenv("FAKE_DEEPEP", mode)
         options = _run.Options(
             shape=SHAPE, routings=("skewed",), dtypes=("bfloat16",), columns=("cpu", *columns),
-            measures=measures, repetitions=3, seconds=0.1, calls=calls,
+            measures=measures, repetitions=most, seconds=0.1, calls=calls,
         )  # fmt: skip
         return _run.run(options, jax.devices()[:4], say=lambda _: None)
 
@@ -57,6 +57,12 @@ def test_same_routing_checked_results_and_times_of_one_call(run):
     assert line.count("±") == 3, "no plan alone"
     assert "| deepep:64 | bare combine | 2.5 ± " in report
     assert "DeepEP V1 on PyTorch, intranode, 64 SMs" in report
+
+
+@pytest.mark.multiproc
+def test_no_column_has_fewer_repetitions_than_the_least(run):
+    records = run("good", columns=("deepep",), measures=("combine",), most=0).records
+    assert {(r.column, r.repetitions) for r in records} == {("cpu", 3), ("deepep", 3)}
 
 
 @pytest.mark.multiproc

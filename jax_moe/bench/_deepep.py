@@ -25,6 +25,7 @@ import numpy as np
 
 import jax_moe
 from jax_moe import _ffi
+from jax_moe.bench._clock import LEAST
 from jax_moe.bench._problem import Inputs, Problem
 
 KIND = "deepep"
@@ -119,7 +120,7 @@ def run(
       check: called with (column, measure, rank, results) of each; raises where they are wrong.
       measures: of the bench; with each comes the bare one.
       calls: in one timed region.
-      repetitions: at most.
+      repetitions: at most, but `LEAST` at the least.
 
     Raises:
       Failed: with what the processes said.
@@ -136,7 +137,8 @@ def run(
         "sms": [sms(name) for name in columns],
         "measures": wanted,
         "calls": calls,
-        "repetitions": repetitions,
+        "least": LEAST,
+        "repetitions": max(LEAST, repetitions),
         "seconds": SECONDS,
         "limit_s": 0.9 * LIMIT_S,
     }

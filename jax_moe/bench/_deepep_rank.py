@@ -32,7 +32,6 @@ import deep_ep  # isort: skip
 FLUSH_BYTES = 256 << 20  # more than a GPU's L2 cache
 BLOCK = 1024  # elements of a token that one Triton program moves
 MEETING = 64  # tokens of the exchange that is the barrier on the GPUs
-LEAST = 3  # repetitions
 
 
 @triton.jit
@@ -265,7 +264,7 @@ def time_in_turns(rank: Rank, programs: dict[str, Callable], meet: Callable) -> 
         done += 1
         if done == 1:
             fit = int(rank.settings["seconds"] / (time.monotonic() - begin))
-            rounds = [min(rounds[0], max(LEAST, fit))]
+            rounds = [min(rounds[0], max(rank.settings["least"], fit))]
             dist.broadcast_object_list(rounds)
     return seconds
 
