@@ -69,10 +69,10 @@ def register_group(key: int, timeout_s: float, description: str) -> None:
     _native.register_group(key, float(timeout_s), description)
 
 
-def unregister_group(key: int) -> None:
-    """Forgets a group: its calls, those that wait included, fail until it is registered again.
+def close_group(key: int) -> None:
+    """Closes a group: its calls, those that wait included, fail until it is registered again.
 
     Args:
       key: the group's stable hash; an unknown one is ignored.
     """
-    _native.unregister_group(key)
+    _native.close_group(key)

@@ -203,6 +203,18 @@ class ExpertGroup:
         virtual = f", {self.virtual_ranks} virtual ranks a device" if self.virtual_ranks > 1 else ""
         return f"ExpertGroup({sizes}{virtual}: {self.num_ranks} ranks on {self.nodes} nodes)"
 
+    def __reduce__(self):
+        raise TypeError(
+            f"{self} cannot be pickled: it stands for what this process has set up on its devices. "
+            "Pickle what it is made of, and make it anew from its arguments where it is needed."
+        )
+
+    def __copy__(self) -> ExpertGroup:
+        return self
+
+    def __deepcopy__(self, memo) -> ExpertGroup:
+        return self
+
     def set_timeout(self, timeout_s: float, *, flight_timeout_s: float | None = None) -> None:
         """Sets how long calls of this group, and of equal ones, wait for missing ranks from now on.
 
@@ -231,7 +243,7 @@ class ExpertGroup:
           RuntimeError: another process did not close it in time; it is closed here, but the memory
             is kept.
         """
-        _ffi.unregister_group(self.key)
+        _ffi.close_group(self.key)
         if _cuda.serves(self):
             _cuda.close(self)
 

@@ -10,8 +10,8 @@ def targets(cuda_captured: bool = True) -> dict[str, dict[str, dict[str, object]
 def register_group(key: int, timeout_s: float, description: str) -> None:
     """See `jax_moe._ffi.register_group`."""
 
-def unregister_group(key: int) -> None:
-    """See `jax_moe._ffi.unregister_group`."""
+def close_group(key: int) -> None:
+    """See `jax_moe._ffi.close_group`."""
 
 def num_waiting() -> int:
     """Calls that wait for devices now."""

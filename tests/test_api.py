@@ -1,6 +1,8 @@
 """The public surface: errors that print the value, the rule and the way out; groups and meshes."""
 
+import copy
 import logging
+import pickle
 import subprocess
 import sys
 
@@ -302,6 +304,15 @@ def test_close_and_rebuild():
     at.group.rebuild()
     np.testing.assert_array_equal(program(ids), want)
     assert program._cache_size() == 1
+
+
+@pytest.mark.parametrize("mesh", ["real", "abstract"])
+def test_a_group_is_copied_but_not_pickled(mesh):
+    real = jax_moe.make_mesh(rank=2, devices=jax.devices()[:2])
+    group = jax_moe.ExpertGroup(real if mesh == "real" else real.abstract_mesh, "rank")
+    with pytest.raises(TypeError, match=r"ExpertGroup\(rank=2.* make it anew from its arguments"):
+        pickle.dumps({"group": group})
+    assert copy.copy(group) is copy.deepcopy(group) is group
 
 
 def test_the_choice_of_implementation_is_said_once(caplog):

@@ -46,6 +46,7 @@ struct Rendezvous {
 struct Group {
   std::chrono::duration<double> timeout;
   std::string description;
+  bool is_closed = false;
 };
 
 // "0-2, 5" for the ranks of the devices for which `wanted` holds; "none" without any.
@@ -107,15 +108,11 @@ class Runtime {
     wake_.notify_one();
   }
 
-  void Unregister(int64_t key) {
+  void Close(int64_t key) {
     std::lock_guard lock(mutex_);
-    groups_.erase(key);
+    const auto found = groups_.find(key);
+    if (found != groups_.end()) found->second.is_closed = true;
     wake_.notify_one();
-  }
-
-  bool Contains(int64_t key) {
-    std::lock_guard lock(mutex_);
-    return groups_.contains(key);
   }
 
   std::optional<Group> Find(int64_t key) {
@@ -148,12 +145,12 @@ class Runtime {
  private:
   // A closed group's rendezvous are due at once.
   Clock::time_point DeadlineOf(const Rendezvous& meeting) const {
-    const auto found = groups_.find(meeting.spec.group_key);
-    if (found == groups_.end()) return Clock::time_point::min();
+    const Group& group = groups_.at(meeting.spec.group_key);
+    if (group.is_closed) return Clock::time_point::min();
     // Far enough for any timeout, and well within the clock's range.
     constexpr std::chrono::duration<double> kLongest = std::chrono::hours(24 * 365);
     return meeting.opened +
-           std::chrono::duration_cast<Clock::duration>(std::min(found->second.timeout, kLongest));
+           std::chrono::duration_cast<Clock::duration>(std::min(group.timeout, kLongest));
   }
 
   [[noreturn]] void WatchLoop();
@@ -211,20 +208,22 @@ std::string DescribeTimeout(const Rendezvous& meeting, const Group& group) {
   return why.str();
 }
 
-std::string DescribeClosing(const Rendezvous& meeting) {
-  return std::string(OperationName(meeting.spec.kind)) + ": the group was closed while ranks " +
-         ListArrived(meeting, true) + " waited for ranks " + ListArrived(meeting, false) +
+std::string DescribeClosing(const Rendezvous& meeting, const Group& group) {
+  return std::string(OperationName(meeting.spec.kind)) + ": " + group.description +
+         " was closed while ranks " + ListArrived(meeting, true) + " waited for ranks " +
+         ListArrived(meeting, false) +
          "; close a group only after its last call, or call group.rebuild().";
 }
 
 // Abandons `meeting`, which is past its deadline or whose group is closed.
 void Expire(const std::shared_ptr<Rendezvous>& meeting) {
-  const std::optional<Group> group = Runtime::Get().Find(meeting->spec.group_key);
-  if (group.has_value()) {
-    Abandon(meeting, StatusCode::kDeadlineExceeded,
-            [&] { return DescribeTimeout(*meeting, *group); });
+  const Group group = *Runtime::Get().Find(meeting->spec.group_key);
+  if (group.is_closed) {
+    Abandon(meeting, StatusCode::kFailedPrecondition,
+            [&] { return DescribeClosing(*meeting, group); });
   } else {
-    Abandon(meeting, StatusCode::kFailedPrecondition, [&] { return DescribeClosing(*meeting); });
+    Abandon(meeting, StatusCode::kDeadlineExceeded,
+            [&] { return DescribeTimeout(*meeting, group); });
   }
 }
 
@@ -292,12 +291,15 @@ Status CheckArrival(const Arrival& arrival) {
         << " is not one of the group's " << arrival.spec.num_devices() << " devices.";
     return {StatusCode::kInvalidArgument, why.str()};
   }
-  if (!Runtime::Get().Contains(arrival.spec.group_key)) {
-    why << "no group has the key " << arrival.spec.group_key
-        << ": build the ExpertGroup before the call, and if it was closed, call group.rebuild().";
-    return {StatusCode::kFailedPrecondition, why.str()};
+  const std::optional<Group> group = Runtime::Get().Find(arrival.spec.group_key);
+  if (group.has_value() && !group->is_closed) return {};
+  if (group.has_value()) {
+    why << group->description << " is closed: call rebuild() on it before the call.";
+  } else {
+    why << "this process has not built the call's ExpertGroup, of " << arrival.spec.num_ranks
+        << " ranks on " << arrival.spec.num_nodes << " nodes: build it before the call.";
   }
-  return {};
+  return {StatusCode::kFailedPrecondition, why.str()};
 }
 
 }  // namespace
@@ -374,7 +376,7 @@ void RegisterGroup(int64_t key, double timeout_s, std::string description) {
   Runtime::Get().Register(key, {std::chrono::duration<double>(timeout_s), std::move(description)});
 }
 
-void UnregisterGroup(int64_t key) { Runtime::Get().Unregister(key); }
+void CloseGroup(int64_t key) { Runtime::Get().Close(key); }
 
 int64_t NumWaiting() { return Runtime::Get().num_waiting(); }
 

@@ -14,11 +14,11 @@
 
 namespace jax_moe {
 
-// Puts a group into the registry, or changes its timeout there (waiting calls see it at once).
-// Raises nothing; `timeout_s` is in seconds and > 0.
+// Puts a group into the registry, changes its timeout there (waiting calls see it at once), or
+// opens it again. Raises nothing; `timeout_s` is in seconds and > 0.
 void RegisterGroup(int64_t key, double timeout_s, std::string description);
-// Takes a group out: calls that wait, and calls to come, fail. Unknown keys are ignored.
-void UnregisterGroup(int64_t key);
+// Calls of the group that wait, and those to come, fail. Unknown keys are ignored.
+void CloseGroup(int64_t key);
 
 // One device's coming to a call.
 struct Arrival {

@@ -231,7 +231,7 @@ void TestRunsAhead() {
   answers.Wait();
   for (int i = 0; i < 6; ++i) CHECK_THAT(answers.status(i).code == StatusCode::kOk, i);
   world.CheckResults(OperationKind::kDispatch, "ahead");
-  UnregisterGroup(1);
+  CloseGroup(1);
   strangers.Wait();
   WaitUntilNothingWaits();
 }
@@ -307,11 +307,11 @@ void TestTimeoutChanges() {
 
   RegisterGroup(4, 3600, "group");
   site.Join(MakeArrival(world, OperationKind::kPlan, 2, 1, answers.Slot(1)));
-  UnregisterGroup(4);
+  CloseGroup(4);
   answers.WaitUntilLeft(1);
   CHECK_CONTAINS(answers.status(1).message, "was closed while ranks 1 waited for ranks 0");
   site.Join(MakeArrival(world, OperationKind::kPlan, 3, 1, answers.Slot(2)));
-  CHECK_CONTAINS(answers.status(2).message, "no group has the key 4");
+  CHECK_CONTAINS(answers.status(2).message, "group is closed: call rebuild() on it");
   RegisterGroup(4, 60, "group");
   CallAll(site, world, OperationKind::kPlan, 4);
   WaitUntilNothingWaits();
@@ -343,7 +343,8 @@ void TestDisagreement() {
   stranger = MakeArrival(world, OperationKind::kCombine, 2, 0, answers.Slot(4));
   stranger.spec.group_key = 555;
   site.Join(std::move(stranger));
-  CHECK_CONTAINS(answers.status(4).message, "no group has the key 555");
+  CHECK_CONTAINS(answers.status(4).message,
+                 "has not built the call's ExpertGroup, of 3 ranks on 1 nodes");
   CallAll(site, world, OperationKind::kCombine, 3);
   WaitUntilNothingWaits();
 }
