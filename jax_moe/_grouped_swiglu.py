@@ -9,7 +9,6 @@ every row are kept.
 from __future__ import annotations
 
 import functools
-from typing import get_args
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +25,7 @@ from jax_moe._grouped_matmul import (
     resolve_engines,
     with_engine,
 )
-from jax_moe._plan import Tail
+from jax_moe._plan import Tail, check_tail
 from jax_moe._row_blocks import (
     fold_rows,
     group_starts,
@@ -83,8 +82,7 @@ def grouped_swiglu(
         )
     if row_s.shape != rows.shape[:1]:
         raise ValueError(f"row_s has shape {row_s.shape}: it must be ({len(rows)},), one a row.")
-    if tail not in get_args(Tail):
-        raise ValueError(f'tail={tail!r}: must be "zero" or "undefined".')
+    check_tail(tail)
     engines = resolve_engines(engine, rows, gate_up, down)
     if engine != "ragged_dot":
         operands = vary_alike(rows, row_s, gate_up, down, group_sizes)

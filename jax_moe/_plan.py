@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Literal
+from typing import Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -66,6 +66,12 @@ class Plan:
     invalid: jax.Array
     arrivals: jax.Array | None = None
     spec: PlanSpec = dataclasses.field(metadata={"static": True}, kw_only=True)
+
+
+def check_tail(tail: str) -> None:
+    """Refuses what is no `Tail`."""
+    if tail not in get_args(Tail):
+        raise ValueError(f'tail={tail!r}: must be "zero" or "undefined".')
 
 
 def row_capacity(
@@ -207,9 +213,8 @@ def _make_spec(
             "capacity must be >= 1, and it and the (token, k) pairs of the group < 2**31; "
             "use fewer tokens a call."
         )
-    if tail not in (None, "zero", "undefined"):
-        raise ValueError(f'tail={tail!r}: must be "zero", "undefined" or None.')
     name = _implementation.resolve(implementation, group)
     if tail is None:
         tail = "undefined" if name == "ptx" else "zero"
+    check_tail(tail)
     return PlanSpec(group, num_experts, capacity, alignment, tail, name)

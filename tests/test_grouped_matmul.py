@@ -245,10 +245,12 @@ def test_refusals_name_the_values(change, message):
         jax_moe.grouped_matmul(**(arguments | change))
 
 
-def test_swiglu_refuses_weights_and_factors_of_other_shapes():
+def test_swiglu_refuses_other_shapes_and_tails():
     rows, sizes = jnp.zeros((8, 4)), jnp.zeros(2, jnp.int32)
     fits = jnp.zeros((2, 4, 6)), jnp.zeros((2, 3, 4))
     with pytest.raises(ValueError, match=r"down .*2, 4, 3"):
         jax_moe.grouped_swiglu(rows, jnp.zeros(8), fits[0], jnp.zeros((2, 4, 3)), sizes)
     with pytest.raises(ValueError, match=r"row_s has shape \(7,\)"):
         jax_moe.grouped_swiglu(rows, jnp.zeros(7), *fits, sizes)
+    with pytest.raises(ValueError, match="tail='poison'"):
+        jax_moe.grouped_swiglu(rows, jnp.zeros(8), *fits, sizes, tail="poison")
