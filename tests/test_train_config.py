@@ -1,6 +1,7 @@
 """Configurations: named ones, changes by the command line, JSON, and what a run may change."""
 
 import json
+import re
 import subprocess
 from pathlib import Path
 
@@ -51,6 +52,31 @@ def test_command_line_refuses(arguments, capsys):
     capsys.readouterr()
 
 
+def test_a_value_is_refused_by_the_name_of_its_option(tmp_path, capsys):
+    path = tmp_path / "toy.json"
+    configs.save(toy.CONFIG, path)
+    for name in ("tiny", str(path)):
+        with pytest.raises(SystemExit):
+            parse([name, "--model.rope-dim", "7"])
+        printed = capsys.readouterr().err
+        assert "Error parsing model: model.rope_dim=7 must be even" in printed
+        assert "tyro" not in printed
+
+
+@pytest.mark.parametrize(
+    "program", ["train", "train.lower 8", "train.launch_local --processes 2 --"]
+)
+def test_a_file_that_is_not_there_is_an_error_and_no_traceback(program):
+    done = subprocess.run(
+        toy.command(*program.split(), "nowhere.json"),
+        env=toy.environment(),
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 1
+    assert re.fullmatch("error: .*nowhere.json.*\n", done.stdout + done.stderr)
+
+
 def test_the_program_refuses_before_it_starts(tmp_path):
     command = toy.command("train", "tiny", "--run-dir", str(tmp_path / "run"), "--stps", "3")
     done = subprocess.run(command, env=toy.environment(), capture_output=True, text=True)
@@ -88,6 +114,10 @@ def test_json_refuses(change, message):
     [
         {"model__rope_dim": 7},
         {"model__num_dense_layers": 4},
+        {"model__num_heads": 0},
+        {"data__batch": 0},
+        {"data__sequence": -1},
+        {"eval_every": 0},
         {"steps": 0},
         {"optimizer__total_steps": 0},
         {"data__validation_part": 1.0},
@@ -101,7 +131,9 @@ def test_json_refuses(change, message):
     ],
 )
 def test_impossible_values(values):
-    with pytest.raises(ValueError, match=next(iter(values)).rpartition("__")[2]):
+    option, value = next(iter(values.items()))
+    option = option.replace("__", ".")
+    with pytest.raises(ValueError, match=rf"^{re.escape(option)}=.?{value}"):
         toy.changed(toy.CONFIG, **values)
 
 

@@ -45,13 +45,23 @@ def parse(arguments: list[str] | None = None) -> Config:
     CONFIG is a name, or the JSON file of a configuration (a run leaves one).
     """
     arguments = sys.argv[1:] if arguments is None else list(arguments)
-    named = dict(CONFIGS)
-    if arguments and arguments[0].endswith(".json"):
-        config = configs.load(Path(arguments[0]))
-        named = {config.name: (f"what {arguments[0]} says", config)}
-        arguments[0] = config.name
-    return tyro.extras.overridable_config_cli(
-        named, prog="python -m train", args=arguments, description=__doc__
+    name = arguments[0] if arguments else ""
+    if name.endswith(".json"):
+        meaning, config = f"What {name} says", configs.load(Path(name))
+    elif name in CONFIGS:
+        meaning, config = CONFIGS[name]
+    else:  # which says what names there are
+        return tyro.extras.overridable_config_cli(
+            CONFIGS, prog="python -m train", args=arguments, description=__doc__
+        )
+    # No subcommand: messages about the values in one bear a name of tyro's own.
+    return tyro.cli(
+        Config,
+        default=config,
+        prog=f"python -m train {name}",
+        args=arguments[1:],
+        description=meaning,
+        config=(tyro.conf.AvoidSubcommands,),
     )
 
 
@@ -74,9 +84,9 @@ def sample_command(folder: Path) -> str:
 
 def main() -> int:
     """Runs the command line; returns its exit status."""
-    config = parse()
     console = Console(markup=False, highlight=False, soft_wrap=True)
     try:
+        config = parse()
         with processes.joined(dead_s=config.dead_s, stall_s=config.stall_s):
             use_devices(config.mesh.cpu_devices)
             if not processes.leads():

@@ -18,6 +18,13 @@ def _refuse(condition: bool, message: str) -> None:
         raise ValueError(message)
 
 
+def _at_least(least: int, config: Any, names: str, where: str = "") -> None:
+    """Refuses a smaller number under any of the names."""
+    for name in names.split():
+        value = getattr(config, name)
+        _refuse(value < least, f"{where}{name}={value} must be at least {least}.")
+
+
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
     """A decoder-only language model of DeepSeek-V3 blocks."""
@@ -74,10 +81,15 @@ class ModelConfig:
     """Recompute each block in the backward pass instead of keeping its activations."""
 
     def __post_init__(self) -> None:
-        _refuse(self.rope_dim % 2 != 0, f"rope_dim={self.rope_dim} must be even: it rotates pairs.")
+        _at_least(1, self, "num_layers num_heads", "model.")
+        _refuse(
+            self.rope_dim % 2 != 0,
+            f"model.rope_dim={self.rope_dim} must be even: it rotates pairs.",
+        )
         _refuse(
             not 0 <= self.num_dense_layers <= self.num_layers,
-            f"num_dense_layers={self.num_dense_layers} must be 0..num_layers={self.num_layers}.",
+            f"model.num_dense_layers={self.num_dense_layers} must be 0..{self.num_layers} "
+            "(model.num_layers).",
         )
 
     @property
@@ -118,12 +130,12 @@ class OptimizerConfig:
     """Factor on the sequence-wise load balance loss, summed over the layers."""
 
     def __post_init__(self) -> None:
-        _refuse(self.total_steps < 1, f"total_steps={self.total_steps} must be at least 1.")
-        for name in ("warmup_steps", "bias_frozen_steps"):
-            _refuse(getattr(self, name) < 0, f"{name}={getattr(self, name)} must be 0 or more.")
+        _at_least(1, self, "total_steps", "optimizer.")
+        _at_least(0, self, "warmup_steps bias_frozen_steps", "optimizer.")
         _refuse(
             self.decay_steps is not None and not 0 < self.decay_steps <= self.total_steps,
-            f"decay_steps={self.decay_steps} must be 1..total_steps={self.total_steps}, or None.",
+            f"optimizer.decay_steps={self.decay_steps} must be 1..{self.total_steps} "
+            "(optimizer.total_steps), or None.",
         )
 
 
@@ -149,14 +161,18 @@ class DataConfig:
     """At most so many windows of it are scored."""
 
     def __post_init__(self) -> None:
+        _at_least(1, self, "batch sequence validation_windows", "data.")
         _refuse(
             not 0 < self.validation_part < 1,
-            f"validation_part={self.validation_part} must lie between 0 and 1.",
+            f"data.validation_part={self.validation_part} must lie between 0 and 1.",
         )
-        _refuse(self.bytes_per_token <= 0, f"bytes_per_token={self.bytes_per_token} must be > 0.")
+        _refuse(
+            self.bytes_per_token <= 0, f"data.bytes_per_token={self.bytes_per_token} must be > 0."
+        )
         _refuse(
             self.synthetic and (self.documents or self.file is not None),
-            f"synthetic=True with file={self.file}, documents={self.documents}: it uses no text.",
+            f"data.synthetic=True with data.file={self.file}, data.documents={self.documents}: it "
+            "uses no text.",
         )
 
 
@@ -251,6 +267,7 @@ class Config:
     """Write the metrics for TensorBoard too, into the run's folder."""
 
     def __post_init__(self) -> None:
+        _at_least(1, self, "save_every eval_every print_every")
         _refuse(
             not 0 < self.steps <= self.optimizer.total_steps,
             f"steps={self.steps} must be 1..{self.optimizer.total_steps}, the length of the "

@@ -252,7 +252,7 @@ def main() -> int:
             Options, prog="python -m train.launch_local", description=__doc__, args=own
         )
         return launch(options, arguments)
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
 

@@ -77,7 +77,7 @@ def main() -> int:
     options = tyro.cli(Options, prog="python -m train.record_routing", description=__doc__)
     try:
         ids = record(options)
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     print(f"{options.file}: {ids.shape[0]} layers, {ids.shape[1]} sequences of {ids.shape[2]}")

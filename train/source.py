@@ -45,8 +45,8 @@ def open_source(config: Config) -> Source:
     text = data.load_text(config.data)
     if len(text) and text.max() >= vocab_size:
         raise ValueError(
-            f"{config.data.file} has token id {text.max()}, but model.vocab_size={vocab_size}: "
-            "raise it, or use other ids."
+            f"data.file={config.data.file} has token id {text.max()}, but "
+            f"model.vocab_size={vocab_size}: raise it, or use other ids."
         )
     training, validation = data.split(text, config.data)
     return Source(
