@@ -30,16 +30,13 @@ from jax.experimental.pallas import mosaic_gpu
 from jaxtyping import Array
 
 from jax_moe._implementation import cast_varying, varying_axes
-from jax_moe._pallas_operands import ALIGNMENT, TILE_ROWS
+from jax_moe._pallas_operands import ALIGNMENT, TILE_ROWS, local_gpu
 
 plgpu: Any = mosaic_gpu  # whose annotations call its own classes abstract
 
 HALF = TILE_ROWS // 2  # rows of a warpgroup's part of a tile: those of one wgmma
 STEP = 64  # of the contracted dimension; 128 bytes of bfloat16, the widest swizzle
 SLOTS = 4  # 48 KiB each with the widest tile
-# Tiles narrower than the widest where there would be few for each multiprocessor: of the last, on
-# average half of the multiprocessors have none.
-FEW_TILES = 8
 # Tiles that run at one time form a square of the result, so that operands come from the L2 cache.
 PANEL = 16
 PRODUCER = 2  # the warpgroup that copies
@@ -72,27 +69,39 @@ def product(
     """
     num_rows, inner = rows.shape
     width = weights.shape[1 if transposed else 2]
-    columns = _columns(width, num_rows // TILE_ROWS)
+    columns = _columns(width)
+    across, blocks = width // columns, _multiprocessors()
     table, num_tiles = _row_tiles(starts, sizes, num_rows, virtual_ranks, zero_tail)
     steps = inner // STEP
 
     def locate(refs, index):
         table, total = refs[:2]
-        row_tile, column_tile = _in_panels(index, total[0], width // columns)
+        tiles = total[0] * across
+        beyond = index - (tiles - _halved(tiles, blocks))
+        is_half = beyond >= 0
+        index = jnp.where(is_half, index - beyond + beyond // 2, index)
+        row_tile, column_tile = _in_panels(index, total[0], across)
         group, first, low, high = (table[i, row_tile] for i in range(4))
+        taken = jnp.where(is_half, lax.rem(beyond, 2) * HALF, 0)
+        low = jnp.maximum(low, taken)
+        high = jnp.maximum(low, jnp.minimum(high, taken + jnp.where(is_half, HALF, TILE_ROWS)))
         half = lax.axis_index("wg") * HALF
         own_low, own_high = (jnp.clip(edge - half, 0, HALF) for edge in (low, high))
         return _Tile(
             group=group,
             down=pl.multiple_of(first, ALIGNMENT),
             across=column_tile * columns,
-            steps=jnp.where(group < 0, 0, steps),
+            steps=jnp.where((group < 0) | (low == high), 0, steps),
             low=own_low,
             high=own_high,
             # A half without rows of its own need not multiply: the other one has all of the
             # tensor cores then.
             multiplies=(group >= 0) & (own_high > own_low),
         )
+
+    def count(refs):
+        tiles = refs[1][0] * across
+        return tiles + _halved(tiles, blocks)
 
     def load(refs, tile, step, a, b, barrier):
         rows, weights = refs[2:4]
@@ -131,7 +140,7 @@ def product(
             load=load,
             multiply=multiply,
             store=store,
-            count=lambda refs: refs[1][0] * (width // columns),
+            count=count,
             a=(TILE_ROWS, STEP),
             b=(columns, STEP) if transposed else (STEP, columns),
             columns=columns,
@@ -158,7 +167,7 @@ def outer(left: Array, right: Array, starts: Array, sizes: Array) -> Array:
     num_rows, height = left.shape
     width = right.shape[1]
     groups, tiles_down = len(sizes), height // TILE_ROWS
-    columns = _columns(width, groups * tiles_down)
+    columns = _columns(width)
     tiles_across = width // columns
     # A group without rows takes one step, of which nothing counts.
     first = jnp.minimum(starts // ALIGNMENT * ALIGNMENT, num_rows - ALIGNMENT)
@@ -263,10 +272,18 @@ def _in_panels(index: Any, tiles_down: Any, tiles_across: int) -> tuple[Any, Any
     return panel * PANEL + lax.rem(index, height), index // height
 
 
-def _columns(width: int, tiles_down: int) -> int:
+def _halved(tiles: Any, blocks: int) -> Any:
+    """How many of the last tiles two multiprocessors share, with 64 rows for each.
+
+    Those of the last wave, where they would leave half of the multiprocessors without any.
+    """
+    left = lax.rem(tiles, blocks)
+    return jnp.where(2 * left <= blocks, left, 0)
+
+
+def _columns(width: int) -> int:
     """Of a tile; the wider, the less is read for each product."""
-    tiles = tiles_down * (width // 256)
-    return 256 if width % 256 == 0 and tiles >= FEW_TILES * _multiprocessors() else 128
+    return 256 if width % 256 == 0 else 128
 
 
 def _row_tiles(
@@ -375,7 +392,7 @@ def _swizzled(rows: int) -> tuple[Any, ...]:
 
 def _multiprocessors() -> int:
     """Of the GPU; an H200's where there is none, so that the kernels can be lowered."""
-    return getattr(jax.local_devices()[0], "core_count", None) or 132
+    return getattr(local_gpu(), "core_count", None) or 132
 
 
 def _body(kernel: _Kernel, num_operands: int, blocks: int, *refs: Any) -> None:

@@ -64,8 +64,9 @@ def check_product(groups: Groups, inner: int, outer: int) -> None:
     multiply = functools.partial(jax_moe.grouped_matmul, engine="pallas", **groups.settings)
     out, d_rows, d_weights = _with_gradients(multiply, cotangent, rows, weights)
     wants = np.zeros(out.shape), np.zeros(rows.shape), np.zeros(shape)
+    on_host = [np.asarray(a) for a in (rows, cotangent, weights)]  # JAX compiles each slice
     for e, here in enumerate(groups.spans):
-        x, dy, w = (np.float64(a) for a in (rows[here], cotangent[here], weights[e]))
+        x, dy, w = (np.float64(a[i]) for a, i in zip(on_host, (here, here, e), strict=True))
         wants[0][here], wants[1][here], wants[2][e] = x @ w, dy @ w.T, x.T @ dy
     for got, want in zip((out, d_rows, d_weights), wants, strict=True):
         # bfloat16's rounding of the result; the sums are exact enough in float32.

@@ -1,5 +1,6 @@
 """The bench of grouped matmuls: its cases, its check and its report."""
 
+import functools
 import itertools
 import json
 import sys
@@ -81,15 +82,27 @@ def test_jax_mosaic_is_one_kernel(operation, monkeypatch):
     assert lowered.as_text().count("custom_call @mosaic_gpu") == 1
 
 
-def test_a_wrong_result_ends_the_bench(monkeypatch):
-    def wrong(rows, weights, sizes, *, engine):
-        del sizes, engine
-        return jnp.einsum("ck,kn->cn", rows, weights[0])
+def first_expert_only(rows, weights, sizes):
+    del sizes
+    return jnp.einsum("ck,kn->cn", rows, weights[0])
 
-    monkeypatch.setattr(jax_moe, "grouped_matmul", wrong)
-    arguments = "--experts 4 --rows 64 --shapes 16x24 --engines blocks --routings skewed"
+
+WRONG = "--experts 4 --rows 64 --shapes 16x24 --routings skewed --calls 1 --repetitions 3"
+
+
+def test_a_wrong_result_of_ours_ends_the_bench(monkeypatch):
+    monkeypatch.setattr(jax_moe, "grouped_matmul", lambda *a, engine: first_expert_only(*a))
     with pytest.raises(AssertionError, match="blocks, product"):
-        matmul.main(arguments.split())
+        matmul.main(f"{WRONG} --engines blocks".split())
+
+
+def test_a_wrong_result_of_another_is_left_out(monkeypatch, capsys):
+    apply = functools.partial(_matmul_peers.from_product, multiply=first_expert_only)
+    monkeypatch.setattr(_matmul_peers, "operation", lambda peer, name: apply(name))
+    matmul.main(f"{WRONG} --engines blocks,tokamax".split())
+    report = capsys.readouterr().out
+    assert report.count("| blocks |") == 3 and "| tokamax |" not in report
+    assert "Left out, its result is wrong: tokamax, product, Case(experts=4" in report
 
 
 @pytest.mark.parametrize(

@@ -47,3 +47,15 @@ def test_random_sizes_again_and_again():
             first = results if first is None else first
             assert all(map(jax.numpy.array_equal, results, first))
         check_product(groups, 512, 2048)
+
+
+def test_arrays_on_the_cpu_are_multiplied_there():
+    cpu = jax.devices("cpu")[0]
+    rng = np.random.default_rng(2)
+    shapes = (256, 128), (2, 128, 128)
+    rows, weights = (rng.standard_normal(shape).astype(jax.numpy.bfloat16) for shape in shapes)
+    out = jax_moe.grouped_matmul(*jax.device_put((rows, weights, np.int32([100, 156])), cpu))
+    assert out.devices() == {cpu}
+    x, w = np.float64(rows), np.float64(weights)
+    want = np.concatenate([x[:100] @ w[0], x[100:] @ w[1]])
+    np.testing.assert_allclose(np.float64(out), want, rtol=2**-8, atol=0.1)
