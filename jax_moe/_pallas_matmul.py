@@ -42,6 +42,8 @@ PANEL = 16
 PRODUCER = 2  # the warpgroup that copies
 
 
+# Traced and lowered once for all layers of a model, of which each would take seconds.
+@functools.partial(jax.jit, static_argnames=("transposed", "virtual_ranks", "zero_tail"))
 def product(
     rows: Array,
     weights: Array,
@@ -151,6 +153,7 @@ def product(
     )
 
 
+@jax.jit
 def outer(left: Array, right: Array, starts: Array, sizes: Array) -> Array:
     """Each group's left^T right, added up over its rows.
 

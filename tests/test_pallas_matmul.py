@@ -36,12 +36,14 @@ def test_swiglu_and_gradients_equal_those_of_another_engine():
     check_swiglu(UNALIGNED, 128, 128, "blocks", plgpu.force_gpu_interpret_mode())
 
 
-def test_lowers_for_a_gpu_inside_shard_map():
+def test_two_layers_lower_for_a_gpu_inside_shard_map_with_the_kernels_of_one():
     mesh = jax_moe.make_mesh(rank=1, devices=jax.devices()[:1])
 
     def gradients(rows, row_s, gate_up, down, sizes):
-        def loss(*operands):
-            return jax_moe.grouped_swiglu(*operands, sizes, engine="pallas").sum()
+        def loss(rows, *operands):
+            for _ in range(2):
+                rows = jax_moe.grouped_swiglu(rows, *operands, sizes, engine="pallas")
+            return rows.sum()
 
         return jax.grad(loss, argnums=(0, 1, 2, 3))(rows, row_s, gate_up, down)
 
@@ -50,7 +52,7 @@ def test_lowers_for_a_gpu_inside_shard_map():
     operands = map(jax.ShapeDtypeStruct, shapes, dtypes)
     mapped = jax.shard_map(gradients, mesh=mesh, in_specs=P("rank"), out_specs=P("rank"))
     lowered = jax.jit(mapped).trace(*operands).lower(lowering_platforms=("cuda",))
-    assert lowered.as_text().count("custom_call @mosaic_gpu") == 5
+    assert lowered.as_text().count("custom_call @mosaic_gpu") == 6
 
 
 @pytest.mark.parametrize(
