@@ -99,6 +99,7 @@ def test_json_round_trip(tmp_path):
         (lambda d: d["model"].update(dtype="float16"), r"model\.dtype='float16'"),
         (lambda d: d["model"].update(remat=1), r"model\.remat=1"),
         (lambda d: d["model"].pop("hidden"), "hidden"),
+        (lambda d: d.update(model=5), "model=5 has no keys"),
         (lambda d: d.update(steps=10**6), "steps=1000000 must be 1..40"),
     ],
 )
@@ -118,6 +119,8 @@ def test_json_refuses(change, message):
         {"data__batch": 0},
         {"data__sequence": -1},
         {"eval_every": 0},
+        {"keep_checkpoints": 0},
+        {"profile_steps": 0},
         {"steps": 0},
         {"optimizer__total_steps": 0},
         {"data__validation_part": 1.0},

@@ -104,6 +104,16 @@ def test_packed_batches_go_on_from_their_state(tmp_path):
     assert len(first.validation.tokens) == len(first.validation.segments) > 0
 
 
+@pytest.mark.parametrize("part", [0.01, 0.5, 0.99])
+def test_two_documents_train_and_validate(tmp_path, part):
+    path = tmp_path / "a.txt"
+    path.write_text("to train on\n\nto validate")
+    config = toy.changed(toy.CONFIG, data__file=str(path), data__documents=True)
+    source = open_source(toy.changed(config, data__validation_part=part))
+    assert bytes(next(source.batches).tokens[0, :11]) == b"to train on"
+    assert bytes(source.validation.tokens[0, :11]) == b"to validate"
+
+
 def test_token_ids_and_random_tokens(tmp_path):
     path = tmp_path / "ids.npy"
     np.save(path, np.arange(3000, dtype=np.uint16) % 700)
@@ -113,6 +123,14 @@ def test_token_ids_and_random_tokens(tmp_path):
     np.testing.assert_array_equal((batch[:, :-1] + 1) % 700, batch[:, 1:])
     with pytest.raises(ValueError, match=r"token id 699, but model\.vocab_size=500"):
         open_source(toy.changed(config, model__vocab_size=500))
+    np.save(path, np.arange(3000) % 700 - 1)
+    with pytest.raises(ValueError, match=r"token id -1, but model\.vocab_size=700"):
+        open_source(config)
+    path = tmp_path / "a.txt"
+    path.write_text("one\n\ntwo")
+    config = toy.changed(config, data__file=str(path), data__documents=True)
+    with pytest.raises(ValueError, match=r"token id 119, but model\.vocab_size=119"):
+        open_source(toy.changed(config, model__vocab_size=119))
 
     synthetic = toy.changed(toy.CONFIG, data__synthetic=True)
     one, two = (next(open_source(synthetic).batches) for _ in range(2))

@@ -114,6 +114,15 @@ def test_gpus_are_shared_out(monkeypatch):
         shared_out(2, "5")
 
 
+def test_a_character_that_comes_in_two_parts_is_printed_whole(tmp_path, capfdbinary):
+    path = tmp_path / "a.log"
+    with path.open("wb", buffering=0) as written, path.open("rb") as log:
+        for part in (b"loss \xc2", b"\xb1 1"):
+            written.write(part)
+            launch_local.follow(log)
+    assert capfdbinary.readouterr().out.decode() == "loss ± 1"
+
+
 FAILS_AS_PROCESS_1 = """#!/bin/sh
 echo "this is process $JAX_PROCESS_ID of $JAX_NUM_PROCESSES at $JAX_COORDINATOR_ADDRESS"
 if [ "$JAX_PROCESS_ID" = 1 ]; then echo "it broke"; exit 3; fi

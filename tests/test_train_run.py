@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import signal
 import subprocess
 from pathlib import Path
@@ -117,14 +118,24 @@ def test_stopped_killed_and_gone_on_with_to_the_last_bit(whole, text, tmp_path):
     assert scores[0] == scores[1]
 
 
+def test_a_step_whose_gradient_alone_is_not_finite_is_left_out_of_the_plot(whole, tmp_path):
+    records = read_log(whole[0] / "log.jsonl")
+    records[2] |= {"grad_norm": None, "skipped": True}
+    (tmp_path / "log.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
+    assert plot.plot(tmp_path).read_bytes().startswith(b"\x89PNG")
+
+
 def sample(*arguments: str) -> subprocess.CompletedProcess:
     return subprocess.run(
         toy.command("train.sample", *arguments), env=toy.environment(), capture_output=True
     )
 
 
-def test_sample_goes_on_from_the_prompt(whole):
-    done = sample(str(whole[0]), "--prompt", "7 times ", "--length", "30")
+def test_sample_goes_on_from_the_prompt_on_any_device(whole, tmp_path):
+    folder = shutil.copytree(whole[0], tmp_path / "elsewhere")
+    config = toy.changed(configs.load(folder / "config.json"), implementation="ptx")
+    configs.save(config, folder / "config.json")
+    done = sample(str(folder), "--prompt", "7 times ", "--length", "30")
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith(b"7 times ")
     assert len(done.stdout) > len(b"7 times ") + 30

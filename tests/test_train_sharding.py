@@ -93,10 +93,11 @@ def test_deepseek_v3_lowers_for_2048_absent_devices(monkeypatch):
     assert code.count("custom_call @mosaic_gpu") == 7
 
 
-def test_the_program_refuses_a_mesh_that_does_not_fit(capsys, monkeypatch):
-    monkeypatch.setattr("sys.argv", ["lower", "100", "deepseek-v3-671b"])
+@pytest.mark.parametrize("devices", ["0", "100"])
+def test_the_program_refuses_a_mesh_that_does_not_fit(devices, capsys, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["lower", devices, "deepseek-v3-671b"])
     assert lower.main() == 1
-    assert "does not fit 100 devices" in capsys.readouterr().err
+    assert f"does not fit {devices} devices" in capsys.readouterr().err
 
 
 def test_the_program_says_what_this_machine_lacks(capsys, monkeypatch):

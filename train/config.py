@@ -267,7 +267,7 @@ class Config:
     """Write the metrics for TensorBoard too, into the run's folder."""
 
     def __post_init__(self) -> None:
-        _at_least(1, self, "save_every eval_every print_every")
+        _at_least(1, self, "save_every keep_checkpoints eval_every print_every profile_steps")
         _refuse(
             not 0 < self.steps <= self.optimizer.total_steps,
             f"steps={self.steps} must be 1..{self.optimizer.total_steps}, the length of the "
@@ -319,6 +319,9 @@ def from_dict(values: dict[str, Any], kind: type = Config, where: str = "") -> A
     Raises:
       ValueError: an unknown or missing key, or a value of the wrong type; the message names it.
     """
+    _refuse(
+        not isinstance(values, dict), f"{where.rstrip('.') or 'config'}={values!r} has no keys."
+    )
     hints = typing.get_type_hints(kind)
     unknown = sorted(set(values) - set(hints))
     _refuse(bool(unknown), f"unknown key {where}{', '.join(unknown)}: known are {sorted(hints)}.")

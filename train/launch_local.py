@@ -163,8 +163,9 @@ def start(options: Options, arguments: list[str], folder: Path) -> list[Worker]:
 
 def follow(log: BinaryIO) -> None:
     """Prints what has come to the log since the last time."""
-    sys.stdout.write(log.read().decode(errors="replace"))
     sys.stdout.flush()
+    sys.stdout.buffer.write(log.read())  # which may end within a character
+    sys.stdout.buffer.flush()
 
 
 def culprit(workers: list[Worker]) -> Worker | None:

@@ -31,7 +31,8 @@ def plot(folder: Path) -> Path:
       ValueError: the log has no step.
     """
     records = read_log(folder / "log.jsonl")
-    steps = [record for record in records if record.get("loss") is not None]
+    # A step that was not finite has no number to draw.
+    steps = [record for record in records if "loss" in record and not record["skipped"]]
     validations = [record for record in records if "val_bits_per_byte" in record]
     if not steps:
         raise ValueError(f"{folder / 'log.jsonl'} holds no step yet: nothing to plot.")

@@ -61,6 +61,7 @@ def record(options: Options) -> np.ndarray:
 
     Raises:
       ValueError: no run, or no checkpoint.
+      RuntimeError: its text could not be downloaded.
     """
     trainer, state = load_run(options.run)
     windows = source.open_source(trainer.config).validation
@@ -77,7 +78,7 @@ def main() -> int:
     options = tyro.cli(Options, prog="python -m train.record_routing", description=__doc__)
     try:
         ids = record(options)
-    except (ValueError, OSError) as error:
+    except (ValueError, RuntimeError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     print(f"{options.file}: {ids.shape[0]} layers, {ids.shape[1]} sequences of {ids.shape[2]}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+from contextlib import closing
 from pathlib import Path
 from typing import Annotated
 
@@ -60,7 +61,7 @@ def make_writer(trainer: Trainer, length: int, temperature: float):
 
 
 def load_run(folder: Path) -> tuple[Trainer, TrainState]:
-    """Returns a run's last checkpoint on one device, where the experts live as well.
+    """Returns a run's last checkpoint on one device of any kind, where the experts live as well.
 
     Raises:
       ValueError: no run, or no checkpoint.
@@ -69,11 +70,14 @@ def load_run(folder: Path) -> tuple[Trainer, TrainState]:
     if not path.exists():
         raise ValueError(f"{folder} holds no run (no config.json): train first (make train).")
     config = configs.load(path)
-    config = dataclasses.replace(config, routing=configs.RoutingConfig(), attention="xla")
+    config = dataclasses.replace(
+        config, routing=configs.RoutingConfig(), implementation=None, attention="xla"
+    )
     use_devices(int(config.mesh.cpu_devices > 0))
     group = jax_moe.ExpertGroup(jax_moe.make_mesh(rank=1, devices=jax.devices()[:1]))
     trainer = Trainer(config, group)
-    state, _ = Checkpoints(folder).restore(trainer.abstract_state)
+    with closing(Checkpoints(folder)) as checkpoints:
+        state, _ = checkpoints.restore(trainer.abstract_state)
     return trainer, state
 
 
@@ -81,7 +85,7 @@ def sample(options: Options) -> str:
     """Returns the prompt and what the model writes after it.
 
     Raises:
-      ValueError: no run, no checkpoint, an empty prompt, or no length.
+      ValueError: no run, no checkpoint, a model of more than bytes, an empty prompt, or no length.
     """
     prompt = np.frombuffer(options.prompt.encode("utf-8"), np.uint8).astype(np.int32)
     if not len(prompt):
@@ -89,6 +93,8 @@ def sample(options: Options) -> str:
     if options.length < 1:
         raise ValueError(f"length={options.length}: must be at least 1 byte.")
     trainer, state = load_run(options.run)
+    if (size := trainer.config.model.vocab_size) > 256:
+        raise ValueError(f"{options.run} has model.vocab_size={size}: only bytes can be written.")
     total = max(len(prompt) + options.length, trainer.config.data.sequence)
     tokens = np.zeros(total, np.int32)
     tokens[: len(prompt)] = prompt
@@ -102,7 +108,7 @@ def main() -> int:
     """Runs the command line; returns its exit status."""
     try:
         print(sample(tyro.cli(Options, prog="python -m train.sample", description=__doc__)))
-    except (ValueError, OSError) as error:
+    except (ValueError, RuntimeError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     return 0

@@ -31,7 +31,7 @@ def axis_sizes(config: MeshConfig, devices: int) -> tuple[int, ...]:
     if sizes.count(-1) > 1 or any(size < 1 and size != -1 for size in sizes):
         raise ValueError(f"mesh {text}: sizes are >= 1, and at most one is -1 (what is left).")
     given = math.prod(size for size in sizes if size != -1)
-    if -1 in sizes and devices % given == 0:
+    if -1 in sizes and devices and devices % given == 0:
         sizes[sizes.index(-1)] = devices // given
     if math.prod(sizes) != devices:
         raise ValueError(

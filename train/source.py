@@ -33,22 +33,17 @@ def open_source(config: Config) -> Source:
     """Opens what the configuration names.
 
     Raises:
-      ValueError: there is no such text, it is too short, or it has ids past the vocabulary.
+      ValueError: there is no such text, it is too short, or it has ids outside the vocabulary.
       RuntimeError: the corpus could not be downloaded.
     """
-    vocab_size = config.model.vocab_size
-    dtype = data.token_dtype(vocab_size)
+    dtype = data.token_dtype(config.model.vocab_size)
     if config.data.synthetic:
         return _synthetic(config, dtype)
     if config.data.documents:
         return _documents(config, dtype)
     text = data.load_text(config.data)
-    if len(text) and text.max() >= vocab_size:
-        raise ValueError(
-            f"data.file={config.data.file} has token id {text.max()}, but "
-            f"model.vocab_size={vocab_size}: raise it, or use other ids."
-        )
     training, validation = data.split(text, config.data)
+    _check_ids(text, config)
     return Source(
         data.training_batches(training, config.data, config.seed, dtype),
         data.validation_windows(validation, config.data).astype(dtype, copy=False),
@@ -60,7 +55,10 @@ def open_source(config: Config) -> Source:
 def _documents(config: Config, dtype: np.dtype) -> Source:
     """Packs documents; the last ones validate."""
     documents = packing.read_documents(config.data)
-    cut = min(len(documents) - 1, int(len(documents) * (1 - config.data.validation_part)))
+    tokens = np.concatenate(documents)
+    _check_ids(tokens, config)
+    cut = int(len(documents) * (1 - config.data.validation_part))
+    cut = min(max(cut, 1), len(documents) - 1)
     window, few = config.data.sequence + 1, config.data.validation_windows
     parts = (packing.pack(part, window) for part in (documents[:cut], documents[cut:]))
     training, validation = (Packed(p.tokens.astype(dtype), p.segments) for p in parts)
@@ -69,7 +67,7 @@ def _documents(config: Config, dtype: np.dtype) -> Source:
         packing.training_batches(training, config.data, config.seed),
         Packed(validation.tokens[:few], validation.segments[:few]),
         f"{len(documents):,} documents, {filled:.1%} of the windows filled",
-        _digest(np.concatenate(documents)),
+        _digest(tokens),
     )
 
 
@@ -82,6 +80,16 @@ def _synthetic(config: Config, dtype: np.dtype) -> Source:
 
     batches = grain.MapDataset.range(1, 2**31).map(draw)
     return Source(data.read(batches), draw(0), "random tokens", "random")
+
+
+def _check_ids(tokens: np.ndarray, config: Config) -> None:
+    vocab_size, ends = config.model.vocab_size, (tokens.min(), tokens.max())
+    wrong = [token for token in ends if not 0 <= token < vocab_size]
+    if wrong:
+        raise ValueError(
+            f"data.file={config.data.file} has token id {wrong[0]}, but "
+            f"model.vocab_size={vocab_size}: raise it, or use other ids."
+        )
 
 
 def _digest(tokens: np.ndarray, part: int = 1 << 25) -> str:
