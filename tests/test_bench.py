@@ -15,11 +15,13 @@ from jax_moe.bench import (
     _check,
     _clock,
     _columns,
+    _environment,
     _problem,
     _programs,
     _ragged_all_to_all,
     _run,
     _shapes,
+    layer,
 )
 from jax_moe.bench._traffic import Traffic
 
@@ -94,6 +96,25 @@ def test_command_line_verifies_times_and_reports(tmp_path, monkeypatch, capsys):
     assert report.strip() in capsys.readouterr().out
     for words in (*columns, *measures, "jaxlib", "--shape test", "peak", "Not run: ptx"):
         assert words in report
+
+
+@pytest.mark.parametrize("main", [command_line.main, layer.main])
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--virtual-ranks 0", "--virtual-ranks: '0': must be a number of 1 or more"),
+        ("--repetitions -1", "--repetitions: '-1': must be"),
+        ("--columns pdx", "--columns: "),
+    ],
+)
+def test_refusals_name_the_option(main, arguments, message, capsys):
+    with pytest.raises(SystemExit):
+        main(arguments.split())
+    assert message in capsys.readouterr().err
+
+
+def test_more_virtual_ranks_than_the_shape_has_ranks_take_one_device():
+    assert len(_environment.take_devices(None, SHAPE.ranks, 2 * SHAPE.ranks)) == 1
 
 
 def check_comparisons(found):

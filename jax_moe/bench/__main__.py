@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import shlex
 import sys
 from collections.abc import Sequence
 
-from jax_moe.bench import _columns, _environment, _output, _report, _run
+from jax_moe.bench import _columns, _command_line, _environment, _report, _run
+from jax_moe.bench._command_line import count, some_of
 from jax_moe.bench._programs import MEASURES
 from jax_moe.bench._shapes import ROUTINGS, SHAPES
 
@@ -23,18 +23,18 @@ def _parser() -> argparse.ArgumentParser:
         "those it finds.",
     )
     parser.add_argument("--shape", choices=SHAPES, default="cpu8")
-    parser.add_argument("--routing", type=_choices(ROUTINGS), default=ROUTINGS)
+    parser.add_argument("--routing", type=some_of(ROUTINGS), default=ROUTINGS)
     parser.add_argument(
-        "--dtype", type=_choices(("bfloat16", "float32")), default=("bfloat16", "float32")
+        "--dtype", type=some_of(("bfloat16", "float32")), default=("bfloat16", "float32")
     )
     parser.add_argument(
         "--columns", type=_columns_of, default=DEFAULT_COLUMNS,
         help='comma-separated; "ptx:N" is ptx with N SMs that send to other GPUs, "deepep:N" '
         "DeepEP V1 with N SMs, if PyTorch and tokenspeed_deepep are installed",
     )  # fmt: skip
-    parser.add_argument("--measures", type=_choices(tuple(MEASURES)), default=tuple(MEASURES))
-    parser.add_argument("--devices", type=int, help="devices to use (on CPU, to make)")
-    parser.add_argument("--virtual-ranks", type=int, default=1, help="ranks of each device")
+    parser.add_argument("--measures", type=some_of(tuple(MEASURES)), default=tuple(MEASURES))
+    parser.add_argument("--devices", type=count, help="devices to use (on CPU, to make)")
+    parser.add_argument("--virtual-ranks", type=count, default=1, help="ranks of each device")
     parser.add_argument(
         "--share-gpus", action="store_true",
         help="DeepEP's processes share GPUs where these have virtual ranks",
@@ -45,29 +45,16 @@ def _parser() -> argparse.ArgumentParser:
         "need, which favours the plain-JAX ways",
     )  # fmt: skip
     parser.add_argument(
-        "--calls", type=int,
+        "--calls", type=count,
         help="calls in sequence in one timed region, by default 1 on CPU and 10 on GPUs, where "
         "starting a program would outweigh one call",
     )  # fmt: skip
     parser.add_argument("--tail", choices=("zero", "undefined"), help="of ours; default: its own")
-    parser.add_argument("--repetitions", type=int, default=50, help="most of each program")
+    parser.add_argument("--repetitions", type=count, default=50, help="most of each program")
     parser.add_argument("--seconds", type=float, default=200.0, help="about what all may take")
     parser.add_argument("--seed", type=int, default=0)
-    _output.add_arguments(parser)
+    _command_line.add_arguments(parser)
     return parser
-
-
-def _choices(allowed: Sequence[str]):
-    """Parses a comma-separated list of some of `allowed`."""
-
-    def parse(text: str) -> tuple[str, ...]:
-        chosen = tuple(text.split(","))
-        wrong = [name for name in chosen if name not in allowed]
-        if wrong:
-            raise argparse.ArgumentTypeError(f"{wrong}: choose from {', '.join(allowed)}")
-        return chosen
-
-    return parse
 
 
 def _columns_of(text: str) -> tuple[str, ...]:
@@ -80,12 +67,11 @@ def _columns_of(text: str) -> tuple[str, ...]:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs the bench and prints its report."""
     given = sys.argv[1:] if arguments is None else list(arguments)
-    args = _parser().parse_args(given)
+    parser = _parser()
+    args = parser.parse_args(given)
     shape = SHAPES[args.shape]
-    devices = _environment.take_devices(args.devices, shape.ranks // args.virtual_ranks)
-    conditions = _environment.conditions(
-        devices, shlex.join(["python", "-m", "jax_moe.bench", *given])
-    )
+    devices = _environment.take_devices(args.devices, shape.ranks, args.virtual_ranks)
+    conditions = _environment.conditions(devices, parser.prog, given)
     outcome = _run.run(
         _run.Options(
             shape=shape,
@@ -106,7 +92,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     conditions["load average"] += f" before, {_environment.load_average()} after"
     report = _report.as_markdown(outcome, conditions)
-    _output.publish(args, report, _report.as_document(outcome, conditions))
+    _command_line.publish(args, report, _report.as_document(outcome, conditions))
 
 
 if __name__ == "__main__":

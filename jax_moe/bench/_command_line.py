@@ -1,11 +1,31 @@
-"""Where the benches' reports go."""
+"""What the benches' command lines share: numbers, names, and where reports go."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import pathlib
+from collections.abc import Callable, Sequence
 from typing import Any
+
+
+def count(text: str) -> int:
+    """Parses a number of 1 or more."""
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"{text!r}: must be a number of 1 or more")
+    return int(text)
+
+
+def some_of(allowed: Sequence[str]) -> Callable[[str], tuple[str, ...]]:
+    """Makes the parser of a comma-separated list of some of `allowed`."""
+
+    def parse(text: str) -> tuple[str, ...]:
+        chosen = tuple(text.split(","))
+        if wrong := [name for name in chosen if name not in allowed]:
+            raise argparse.ArgumentTypeError(f"{wrong}: choose from {', '.join(allowed)}")
+        return chosen
+
+    return parse
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

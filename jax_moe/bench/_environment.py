@@ -7,6 +7,7 @@ import datetime
 import os
 import pathlib
 import platform
+import shlex
 import subprocess
 from collections.abc import Sequence
 from typing import Any
@@ -17,12 +18,13 @@ import jaxlib.version
 import jax_moe
 
 
-def take_devices(wanted: int | None, on_cpu: int) -> list[Any]:
-    """The first `wanted` devices; by default all, of which CPU devices are made `on_cpu`.
+def take_devices(wanted: int | None, ranks: int, virtual_ranks: int) -> list[Any]:
+    """The first `wanted` devices; by default all, of which CPU devices are made for so many ranks.
 
     Raises:
       SystemExit: there are fewer.
     """
+    on_cpu = max(1, ranks // virtual_ranks)
     with contextlib.suppress(RuntimeError):  # whoever called may have made its CPU devices
         jax.config.update("jax_num_cpu_devices", wanted or on_cpu)
     devices = jax.devices()
@@ -33,13 +35,13 @@ def take_devices(wanted: int | None, on_cpu: int) -> list[Any]:
     return devices[:wanted]
 
 
-def conditions(devices: Sequence[Any], command: str) -> dict[str, str]:
+def conditions(devices: Sequence[Any], program: str, given: Sequence[str]) -> dict[str, str]:
     """What a reader needs to judge or repeat the run, in words."""
     first = devices[0]
     found = {
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "commit": _commit(),
-        "command": command,
+        "command": f"{program} {shlex.join(given)}".rstrip(),
         "devices": f"{len(devices)} x {first.device_kind} ({first.platform})",
         "processes": str(jax.process_count()),
         "cpu": f"{_cpu_model()}, {len(os.sched_getaffinity(0))} cores usable",

@@ -13,7 +13,6 @@ import numpy as np
 from flax import nnx
 
 import jax_moe
-from jax_moe import _grouped_swiglu
 from jax_moe.bench import _columns, _shapes
 from jax_moe.bench._gshard import gshard
 from jax_moe.bench._layer_pieces import route, swiglu
@@ -184,7 +183,7 @@ def apply(layer: Layer, way: Any, engine: str | None, params, x):
 
 def experts(layer: Layer, engine, rows, row_s, gate_up, down, sizes):
     """The routed experts on one device."""
-    return _grouped_swiglu.grouped_swiglu(
+    return jax_moe.grouped_swiglu(
         rows, row_s, gate_up, down, sizes, virtual_ranks=layer.group.virtual_ranks, engine=engine
     )
 

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_moe import _cuda
+import jax_moe
 from jax_moe.bench._columns import Column
 from jax_moe.bench._problem import Problem
 
@@ -88,7 +88,7 @@ def functions(way: Any) -> dict[str, tuple[Callable, tuple[str, ...]]]:
 
 def pool_bytes(group, tokens: int, top_k: int, experts: int, hidden: int, dtype: str) -> int:
     """Bytes of the `ptx` implementation's pool on one device."""
-    return group.virtual_ranks * _cuda.pool_bytes(
+    return group.virtual_ranks * jax_moe.pool_bytes(
         num_ranks=group.num_ranks,
         tokens=tokens,
         top_k=top_k,

@@ -92,9 +92,7 @@ def as_markdown(outcome: Outcome, conditions: dict[str, str]) -> str:
 def _lines(outcome: Outcome, conditions: dict[str, str]) -> Iterator[str]:
     yield f"## {outcome.options.shape}, {outcome.num_ranks} ranks"
     yield ""
-    for name, value in conditions.items():
-        yield f"- {name}: {'`' * (name == 'command')}{value}{'`' * (name == 'command')}"
-    yield f"- before each timed call: {outcome.preparation}"
+    yield from fact_lines(conditions | {"before each timed call": outcome.preparation})
     yield (
         "- every column gave the specified result before it was timed: expert rows bit for bit "
         "and in the specified order, sums bit for bit (ours) or to the payload's tolerance; "
@@ -120,7 +118,18 @@ def _lines(outcome: Outcome, conditions: dict[str, str]) -> Iterator[str]:
         yield ""
         yield from _setting_lines(outcome, setting)
     yield from _comparison_lines(outcome)
-    for name, why in outcome.skipped.items():
+    yield from skipped_lines(outcome.skipped)
+
+
+def fact_lines(facts: dict[str, str]) -> Iterator[str]:
+    """What a run was made under, as a list."""
+    for name, value in facts.items():
+        yield f"- {name}: `{value}`" if name == "command" else f"- {name}: {value}"
+
+
+def skipped_lines(skipped: dict[str, str]) -> Iterator[str]:
+    """Says what could not run, and why."""
+    for name, why in skipped.items():
         yield ""
         yield f"Not run: {name}: {why.rstrip('.')}."
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
-import shlex
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -18,11 +17,12 @@ import jax
 import jax.numpy as jnp
 
 import jax_moe
-from jax_moe.bench import _environment, _layer_columns, _output, _shapes
+from jax_moe.bench import _command_line, _environment, _layer_columns, _shapes
 from jax_moe.bench._clock import Preparation, Timed, time_in_turns
+from jax_moe.bench._command_line import count, some_of
 from jax_moe.bench._layer_parts import PARTS, make_parts
 from jax_moe.bench._programs import pool_bytes
-from jax_moe.bench._report import ms
+from jax_moe.bench._report import fact_lines, ms, skipped_lines
 
 # Allowed difference of outputs and gradients, relative to the largest value: other orders of
 # summation, and in bfloat16 other roundings between the steps.
@@ -47,16 +47,19 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--shape", choices=_shapes.SHAPES, default="cpu8")
     for name in ("tokens", "hidden", "width", "experts"):
-        parser.add_argument(f"--{name}", type=int, help="instead of the shape's")
+        parser.add_argument(f"--{name}", type=count, help="instead of the shape's")
     parser.add_argument("--routing", choices=_shapes.ROUTINGS, default="balanced")
     parser.add_argument("--dtype", choices=tuple(TOLERANCE), default="bfloat16")
-    parser.add_argument("--columns", default=",".join(_layer_columns.NAMES), help="comma-separated")
-    parser.add_argument("--devices", type=int, help="devices to use (on CPU, to make)")
-    parser.add_argument("--virtual-ranks", type=int, default=1, help="ranks of each device")
-    parser.add_argument("--repetitions", type=int, default=30, help="most of each program")
+    parser.add_argument(
+        "--columns", type=some_of(_layer_columns.NAMES), default=_layer_columns.NAMES,
+        help="comma-separated",
+    )  # fmt: skip
+    parser.add_argument("--devices", type=count, help="devices to use (on CPU, to make)")
+    parser.add_argument("--virtual-ranks", type=count, default=1, help="ranks of each device")
+    parser.add_argument("--repetitions", type=count, default=30, help="most of each program")
     parser.add_argument("--seconds", type=float, default=60.0, help="about what timing may take")
     parser.add_argument("--no-parts", action="store_true", help="whole layers only")
-    _output.add_arguments(parser)
+    _command_line.add_arguments(parser)
     return parser
 
 
@@ -120,7 +123,7 @@ def run(args: argparse.Namespace, devices: Sequence[Any]) -> tuple[dict[str, Any
     """Facts of the setting, and a record of each program."""
     layer = _make_layer(args, devices)
     ids, skipped = _layer_columns.routed_ids(layer), {}
-    whole = _whole_layers(layer, ids, args.columns.split(","), skipped)
+    whole = _whole_layers(layer, ids, args.columns, skipped)
     programs: dict[tuple[str, str], Callable[[], Any]] = {
         (name, "forward+backward"): functools.partial(p, layer.params, layer.x, layer.dy)
         for name, p in whole.items()
@@ -166,9 +169,7 @@ def run(args: argparse.Namespace, devices: Sequence[Any]) -> tuple[dict[str, Any
 def _lines(facts: dict[str, Any], records: list[Record], conditions) -> Iterator[str]:
     yield f"## The layer: {facts['layer']}"
     yield ""
-    facts_too = {n: facts[n] for n in ("routing", "before each timed call")}
-    for name, value in (conditions | facts_too).items():
-        yield f"- {name}: {'`' * (name == 'command')}{value}{'`' * (name == 'command')}"
+    yield from fact_lines(conditions | {n: facts[n] for n in ("routing", "before each timed call")})
     yield (
         "- forward and backward, milliseconds, median ± deviation of repetitions in which all "
         "programs take turns; outputs and gradients of tokens and weights of all columns but "
@@ -193,9 +194,7 @@ def _lines(facts: dict[str, Any], records: list[Record], conditions) -> Iterator
             share = f"{ms(r.median_us)} | {r.median_us / total:.1%} | {r.repetitions}"
             yield f"| {r.measure} | {PARTS[r.measure]} | {share} |"
         yield f"| sum | | {ms(total)} | | |"
-    for name, why in facts["skipped"].items():
-        yield ""
-        yield f"Not run: {name}: {why.rstrip('.')}."
+    yield from skipped_lines(facts["skipped"])
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -203,17 +202,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given = sys.argv[1:] if arguments is None else list(arguments)
     parser = _parser()
     args = parser.parse_args(given)
-    if wrong := [n for n in args.columns.split(",") if n not in _layer_columns.NAMES]:
-        parser.error(f"--columns {wrong}: choose from {', '.join(_layer_columns.NAMES)}")
-    ranks = _shapes.SHAPES[args.shape].ranks // args.virtual_ranks
-    devices = _environment.take_devices(args.devices, ranks)
-    command = shlex.join(["python", "-m", "jax_moe.bench.layer", *given])
-    conditions = _environment.conditions(devices, command)
+    ranks = _shapes.SHAPES[args.shape].ranks
+    devices = _environment.take_devices(args.devices, ranks, args.virtual_ranks)
+    conditions = _environment.conditions(devices, parser.prog, given)
     facts, records = run(args, devices)
     report = "\n".join(_lines(facts, records, conditions)) + "\n"
     document: dict[str, Any] = facts | {"conditions": conditions}
     document["records"] = [dataclasses.asdict(r) for r in records]
-    _output.publish(args, report, document)
+    _command_line.publish(args, report, document)
 
 
 if __name__ == "__main__":

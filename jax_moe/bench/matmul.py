@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
-import shlex
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -20,9 +19,10 @@ import numpy as np
 
 import jax_moe
 from jax_moe import _grouped_matmul, _pallas_operands
-from jax_moe.bench import _environment, _matmul_peers, _output
+from jax_moe.bench import _command_line, _environment, _matmul_peers
 from jax_moe.bench._clock import Preparation, Timed, time_in_turns
-from jax_moe.bench._report import ms
+from jax_moe.bench._command_line import count, some_of
+from jax_moe.bench._report import fact_lines, ms
 from jax_moe.bench._run import COPY_BYTES
 
 DENSE = "dense"
@@ -202,8 +202,7 @@ def _lines(
 ) -> Iterator[str]:
     yield "## Grouped matmul, bfloat16"
     yield ""
-    for name, value in conditions.items():
-        yield f"- {name}: {'`' * (name == 'command')}{value}{'`' * (name == 'command')}"
+    yield from fact_lines(conditions)
     yield (
         f"- milliseconds a call, median ± deviation of repetitions of {calls} calls, all engines "
         "in turns; `reached` is the longer of the dense time and the bytes' (at the speed of "
@@ -232,11 +231,6 @@ def _row(r: Record, dense: Record) -> str:
 
 
 def _parser() -> argparse.ArgumentParser:
-    def count(text: str) -> int:
-        if not text.isdecimal() or not int(text):
-            raise argparse.ArgumentTypeError(f"{text!r}: must be a number of 1 or more")
-        return int(text)
-
     def counts(text: str) -> list[int]:
         return [count(part) for part in text.split(",")]
 
@@ -252,12 +246,17 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--experts", type=counts, default=[8, 32], help="of one device")
     parser.add_argument("--rows", type=counts, default=[8192, 32768, 65536], help="of all experts")
     parser.add_argument("--shapes", type=shapes, default=[[7168, 2048], [2048, 7168]], help="KxN")
-    parser.add_argument("--routings", default="balanced,skewed", help=f"of {', '.join(ROUTINGS)}")
-    parser.add_argument("--engines", default="pallas", help=f"of {', '.join(ENGINES)}")
+    parser.add_argument(
+        "--routings", type=some_of(tuple(ROUTINGS)), default=("balanced", "skewed"),
+        help=f"of {', '.join(ROUTINGS)}",
+    )  # fmt: skip
+    parser.add_argument(
+        "--engines", type=some_of(ENGINES), default=("pallas",), help=f"of {', '.join(ENGINES)}"
+    )
     parser.add_argument("--calls", type=count, default=10, help="in one timed region")
     parser.add_argument("--repetitions", type=count, default=10, help="most of each")
     parser.add_argument("--seconds", type=float, default=1.0, help="about, for one operation")
-    _output.add_arguments(parser)
+    _command_line.add_arguments(parser)
     return parser
 
 
@@ -279,28 +278,22 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given = sys.argv[1:] if arguments is None else list(arguments)
     parser = _parser()
     args = parser.parse_args(given)
-    args.engines = args.engines.split(",")
     for peer in (n for n in args.engines if n in _matmul_peers.NAMES):
         try:
             _matmul_peers.operation(peer, OPERATIONS[0])
         except NotImplementedError as why:
             parser.error(f"--engines: {why}")
-    routings = args.routings.split(",")
-    if wrong := [n for n in args.engines if n not in ENGINES]:
-        parser.error(f"--engines {wrong}: choose from {', '.join(ENGINES)}")
-    if wrong := [n for n in routings if n not in ROUTINGS]:
-        parser.error(f"--routings {wrong}: choose from {', '.join(ROUTINGS)}")
     cases = [
-        [Case(experts, rows, inner, outer, routing) for routing in routings]
+        [Case(experts, rows, inner, outer, routing) for routing in args.routings]
         for inner, outer in args.shapes
         for experts in args.experts
         for rows in args.rows
     ]
     if "pallas" in args.engines and (why := _obstacle([alike[0] for alike in cases])):
         parser.error(f"--engines pallas: {why}")
-    command = shlex.join(["python", "-m", "jax_moe.bench.matmul", *given])
-    conditions = _environment.conditions(jax.local_devices()[:1], command)
-    before = Preparation(jax_moe.make_mesh(rank=1, devices=jax.local_devices()[:1]))
+    devices = jax.local_devices()[:1]
+    conditions = _environment.conditions(devices, parser.prog, given)
+    before = Preparation(jax_moe.make_mesh(rank=1, devices=devices))
     speed = _copy_bytes_per_us(before, args.calls)
     conditions["copy"] = f"{speed / 1e3:.0f} GB/s, bytes read and written"
     records: list[Record] = []
@@ -314,7 +307,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     report = "\n".join(_lines(records, left_out, conditions, args.calls)) + "\n"
     document: dict[str, Any] = {"conditions": conditions, "left_out": left_out}
     document["records"] = [dataclasses.asdict(r) for r in records]
-    _output.publish(args, report, document)
+    _command_line.publish(args, report, document)
 
 
 if __name__ == "__main__":
