@@ -64,7 +64,8 @@ def test_a_value_is_refused_by_the_name_of_its_option(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    "program", ["train", "train.lower 8", "train.launch_local --processes 2 --"]
+    "program",
+    ["train", "train.lower 8", "train.launch_local --processes 2 --", "train.plot", "train.sample"],
 )
 def test_a_file_that_is_not_there_is_an_error_and_no_traceback(program):
     done = subprocess.run(
@@ -121,6 +122,7 @@ def test_json_refuses(change, message):
         {"eval_every": 0},
         {"keep_checkpoints": 0},
         {"profile_steps": 0},
+        {"mesh__cpu_devices": -8},
         {"steps": 0},
         {"optimizer__total_steps": 0},
         {"data__validation_part": 1.0},

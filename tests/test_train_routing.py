@@ -10,7 +10,7 @@ import pytest
 import toy
 
 from train.config import RoutingConfig
-from train.record_routing import chosen_experts
+from train.record_routing import Options, chosen_experts, record
 from train.routing import forced_routing
 from train.step import Trainer
 
@@ -79,6 +79,11 @@ def test_replaying_a_models_own_choice_changes_nothing(tmp_path):
     for field in dataclasses.fields(stats):
         values = (getattr(s, field.name) for s in (found_stats, stats))
         np.testing.assert_allclose(*values, rtol=1e-5, err_msg=field.name)
+
+
+def test_a_recording_of_nothing_is_refused():
+    with pytest.raises(ValueError, match="sequences=0: must be at least 1"):
+        record(Options(sequences=0))
 
 
 def test_a_recording_of_another_model_is_refused(tmp_path):

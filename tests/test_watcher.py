@@ -174,3 +174,22 @@ def test_a_process_is_done_when_the_connection_to_the_hub_ends():
             assert process.wait(timeout=60) == 0
             assert process.stderr.read() == b""
             connection.close()
+
+
+def test_a_reader_that_comes_late_gets_whole_messages():
+    with (
+        socket.create_server(("127.0.0.1", 0)) as listener,
+        socket.create_connection(listener.getsockname()) as ours,
+        listener.accept()[0] as theirs,
+    ):
+        sender, reader = watcher.Lines(ours.fileno()), watcher.Lines(theirs.fileno())
+        for number in range(20_000):
+            sender.send(number=number, operation="x" * 999)
+        numbers = []
+        while not numbers or numbers[-1] != -1:
+            messages, more = reader.receive()
+            assert more
+            numbers += [message["number"] for message in messages]
+            if not messages:
+                sender.send(number=-1)
+        assert numbers == sorted(numbers[:-1]) + [-1] and len(numbers) < 20_000

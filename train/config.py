@@ -218,6 +218,9 @@ class MeshConfig:
     cpu_devices: int = 0
     """CPU devices to simulate, over all processes; 0 leaves it to JAX."""
 
+    def __post_init__(self) -> None:
+        _at_least(0, self, "cpu_devices", "mesh.")
+
 
 @dataclasses.dataclass(frozen=True)
 class Config:

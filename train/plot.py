@@ -106,7 +106,10 @@ def main() -> None:
     """Plots the folder named on the command line."""
     if len(sys.argv) != 2:
         raise SystemExit("usage: python -m train.plot RUN_FOLDER")
-    print(plot(Path(sys.argv[1])))
+    try:
+        print(plot(Path(sys.argv[1])))
+    except (ValueError, OSError) as error:
+        raise SystemExit(f"error: {error}") from None
 
 
 if __name__ == "__main__":

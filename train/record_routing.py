@@ -60,9 +60,11 @@ def record(options: Options) -> np.ndarray:
     """Writes the file; returns what is in it.
 
     Raises:
-      ValueError: no run, or no checkpoint.
+      ValueError: no run, no checkpoint, or no sequences.
       RuntimeError: its text could not be downloaded.
     """
+    if options.sequences < 1:
+        raise ValueError(f"sequences={options.sequences}: must be at least 1.")
     trainer, state = load_run(options.run)
     windows = source.open_source(trainer.config).validation
     windows = windows.tokens if isinstance(windows, Packed) else windows

@@ -77,13 +77,14 @@ class Lines:
     """JSON objects, one a line, over a socket or pipe; a peer that is gone is no error."""
 
     def __init__(self, descriptor: int):
-        self._descriptor, self._rest = descriptor, b""
+        self._descriptor, self._unsent, self._rest = descriptor, b"", b""
         os.set_blocking(descriptor, False)
 
     def send(self, **message: Any) -> None:
         """Sends a message, or drops it where nobody has read the last ones."""
+        line = self._unsent + json.dumps(message).encode() + b"\n"
         with contextlib.suppress(OSError):
-            os.write(self._descriptor, json.dumps(message).encode() + b"\n")
+            self._unsent = line[os.write(self._descriptor, line) :]
 
     def receive(self) -> tuple[list[dict[str, Any]], bool]:
         """Returns the messages that have come, and whether more may come."""
