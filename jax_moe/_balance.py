@@ -10,7 +10,7 @@ from flax import nnx
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from jax_moe._router import RouterConfig
+from jax_moe._router import RouterConfig, log_score, score
 
 
 class RouterBias(nnx.Variable):
@@ -91,9 +91,7 @@ def normalized_scores(
     logits: Float[Array, "*tokens experts"], config: RouterConfig
 ) -> Float[Array, "*tokens experts"]:
     """Scores of all experts divided by their sum: float32 [..., E], finite for finite logits."""
-    logits = logits.astype(jnp.float32)
-    # As a softmax over log(score), which is right where the scores themselves underflow.
-    return jax.nn.softmax(jax.nn.log_sigmoid(logits) if config.score == "sigmoid" else logits)
+    return jax.nn.softmax(log_score(logits.astype(jnp.float32), config))
 
 
 def top_experts(
@@ -102,8 +100,7 @@ def top_experts(
     """The K experts with the largest unbiased scores, whatever the groups: int32 [..., K]."""
     logits = lax.stop_gradient(logits.astype(jnp.float32))
     # By the scores, not the logits, so that ties are the router's.
-    scores = jax.nn.sigmoid(logits) if config.score == "sigmoid" else jax.nn.softmax(logits)
-    return lax.top_k(scores, config.top_k, is_stable=True)[1]
+    return lax.top_k(score(logits, config), config.top_k, is_stable=True)[1]
 
 
 def sequence_balance_loss(

@@ -8,6 +8,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jax_moe import _implementation
 from jax_moe._plan import Plan
+from jax_moe._rounding import sum_dtype
 
 PAYLOAD_DTYPES = ("float32", "bfloat16")
 ROWS_NAME = "jax_moe_rows"  # for policies of jax.checkpoint
@@ -45,7 +46,7 @@ def dispatch(
     name = _prepare(plan, "dispatch", implementation)
     tokens, top_k = plan.expert_ids.shape
     _check_operands("x", x, tokens, "s", s, (tokens, top_k), name)
-    x, s, plan = _implementation.vary(plan.spec.group, x, s, plan)
+    x, s, plan = _implementation.vary_alike(x, s, plan, also=plan.spec.group.axes)
     return checkpoint_name(_dispatch(name, x, s, plan), ROWS_NAME)
 
 
@@ -81,7 +82,7 @@ def combine(
     name = _prepare(plan, "combine", implementation)
     num_rows = plan.sources.shape[0]
     _check_operands("rows", rows, num_rows, "row_s", row_s, (num_rows,), name)
-    rows, row_s, plan = _implementation.vary(plan.spec.group, rows, row_s, plan)
+    rows, row_s, plan = _implementation.vary_alike(rows, row_s, plan, also=plan.spec.group.axes)
     return _combine(name, rows, row_s, plan)
 
 
@@ -102,7 +103,7 @@ def _check_operands(x_name, x, length, s_name, s, s_shape, implementation) -> No
             f'"{implementation}" need [{length}, hidden >= 1] of {" or ".join(allowed)}; cast '
             "others, float16 to bfloat16."
         )
-    wide = jnp.float64 if x.dtype == jnp.float64 else jnp.float32
+    wide = sum_dtype(x.dtype)
     if s.shape != s_shape or s.dtype != wide:
         raise ValueError(
             f"{s_name} is {s.dtype}{list(s.shape)}: must be {jnp.dtype(wide)}{list(s_shape)} "

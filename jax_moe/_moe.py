@@ -21,9 +21,10 @@ from jax_moe._exchange import combine, dispatch
 from jax_moe._group import ExpertGroup
 from jax_moe._grouped_matmul import ROW_ALIGNMENT, Engine, choose_engine
 from jax_moe._grouped_swiglu import grouped_swiglu
+from jax_moe._implementation import vary_alike
 from jax_moe._plan import plan, with_padding
+from jax_moe._rounding import sum_dtype
 from jax_moe._router import RouterConfig, route
-from jax_moe._row_blocks import sum_dtype, vary_alike
 
 
 class MoE(nnx.Module):

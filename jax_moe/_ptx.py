@@ -17,26 +17,12 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 from jax.sharding import Mesh
 
-from jax_moe import _cuda, _ffi
+from jax_moe import _calls, _cuda, _ffi
 from jax_moe._plan import Plan, PlanSpec
-
-
-class PlanArrays(NamedTuple):
-    """`_reference.PlanArrays` and, last, what only these kernels use."""
-
-    expert_ids: jax.Array
-    positions: jax.Array
-    sources: jax.Array
-    group_sizes: jax.Array
-    padded_group_sizes: jax.Array
-    dropped: jax.Array
-    invalid: jax.Array
-    arrivals: jax.Array  # [V*R*T, K] each virtual rank's row of every (source, token, k), or -1
 
 
 class Need(NamedTuple):
@@ -48,32 +34,21 @@ class Need(NamedTuple):
     payload_bytes: int  # of one token
 
 
-def plan(expert_ids: jax.Array, spec: PlanSpec) -> PlanArrays:
-    """See `jax_moe.plan`."""
-    virtual = spec.group.virtual_ranks
+def plan(expert_ids: jax.Array, spec: PlanSpec) -> Sequence[jax.Array]:
+    """See `jax_moe.plan`; `_reference.PlanArrays` and, last, the arrivals."""
     leading, top_k = expert_ids.shape
-    expert_ids = _make_ready(expert_ids, spec, Need("plan", leading // virtual, top_k, 0))
-    per_expert = (virtual * spec.experts_per_rank,)
-    shapes = dict(
-        expert_ids=expert_ids.shape,
-        positions=expert_ids.shape,
-        sources=(virtual * spec.capacity,),
-        group_sizes=per_expert,
-        padded_group_sizes=per_expert,
-        dropped=per_expert,
-        invalid=(virtual,),
-        arrivals=(spec.group.num_ranks * leading, top_k),
-    )
-    results = [(shapes[field], jnp.int32) for field in PlanArrays._fields]
-    return PlanArrays(*_call("jax_moe_plan", results, spec, expert_ids))
+    need = Need("plan", leading // spec.group.virtual_ranks, top_k, 0)
+    expert_ids = _make_ready(expert_ids, spec, need)
+    results = _calls.plan_results(expert_ids, spec)
+    results.append(((spec.group.num_ranks * leading, top_k), jnp.int32))
+    return _call("jax_moe_plan", results, spec, expert_ids)
 
 
 def dispatch(x: jax.Array, s: jax.Array, plan: Plan) -> tuple[jax.Array, jax.Array]:
     """See `jax_moe.dispatch`."""
-    num_rows = plan.sources.shape[0]
     arrivals = _arrivals(plan, "dispatch")
     x = _make_ready(x, plan.spec, _need("dispatch", x, plan))
-    results = [((num_rows, x.shape[1]), x.dtype), ((num_rows,), s.dtype)]
+    results = _calls.dispatch_results(x, s, plan)
     operands = (x, s, plan.expert_ids, plan.positions, plan.sources, arrivals)
     rows, row_s = _call("jax_moe_dispatch", results, plan.spec, *operands, plan.padded_group_sizes)
     return rows, row_s
@@ -81,10 +56,9 @@ def dispatch(x: jax.Array, s: jax.Array, plan: Plan) -> tuple[jax.Array, jax.Arr
 
 def combine(rows: jax.Array, row_s: jax.Array, plan: Plan) -> tuple[jax.Array, jax.Array]:
     """See `jax_moe.combine`."""
-    num_tokens, top_k = plan.expert_ids.shape
     arrivals = _arrivals(plan, "combine")
     rows = _make_ready(rows, plan.spec, _need("combine", rows, plan))
-    results = [((num_tokens, rows.shape[1]), rows.dtype), ((num_tokens, top_k), row_s.dtype)]
+    results = _calls.combine_results(rows, row_s, plan)
     operands = (rows, row_s, plan.expert_ids, plan.positions, arrivals)
     y, s = _call("jax_moe_combine", results, plan.spec, *operands)
     return y, s
@@ -106,35 +80,11 @@ def _arrivals(plan: Plan, operation: str) -> jax.Array:
     return plan.arrivals
 
 
-def _call(target: str, results: list, spec: PlanSpec, *operands: jax.Array) -> Sequence[jax.Array]:
-    """Calls a target; the results vary over the mesh axes over which the operands do."""
-    here = jax.typeof(operands[0])
-    types = [
-        jax.ShapeDtypeStruct(
-            shape,
-            dtype,
-            sharding=here.sharding.update(spec=jax.P(*(None,) * len(shape))),
-            manual_axis_type=here.manual_axis_type,
-        )
-        for shape, dtype in results
-    ]
-    return jax.ffi.ffi_call(target, types, vmap_method=None)(*operands, **_attributes(spec))
-
-
-def _attributes(spec: PlanSpec) -> dict[str, np.int64]:
-    group = spec.group
-    values = {
-        "group": group.key,
-        "num_ranks": group.num_ranks,
-        "virtual_ranks": group.virtual_ranks,
-        "num_nodes": group.nodes,
-        "num_experts": spec.num_experts,
-        "alignment": spec.alignment,
-        "zero_tail": spec.tail == "zero",
-        "num_sms": group.num_sms or 0,
-        "link_sms": group.link_sms or 0,
-    }
-    return {name: np.int64(value) for name, value in values.items()}
+def _call(
+    target: str, results: _calls.Results, spec: PlanSpec, *operands: jax.Array
+) -> Sequence[jax.Array]:
+    sms = {"num_sms": spec.group.num_sms or 0, "link_sms": spec.group.link_sms or 0}
+    return _calls.call(target, results, spec, *operands, like=operands[0], **sms)
 
 
 def _sizes(spec: PlanSpec, need: Need) -> tuple[int, ...]:

@@ -8,12 +8,19 @@ only, are summed as they are.
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 _SIGN = np.uint32(0x80000000)
 _EXPONENT = np.uint32(0x7F800000)
+
+
+def sum_dtype(dtype) -> Any:
+    """The dtype in which values of `dtype` are added: float32, or float64 for float64."""
+    return jnp.float64 if dtype == jnp.float64 else jnp.float32
 
 
 def _bits(x: jax.Array) -> jax.Array:

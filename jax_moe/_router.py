@@ -213,7 +213,7 @@ def route(
     """
     _check_operands(logits, bias, config)
     logits = logits.astype(jnp.float32)
-    scores = jax.nn.sigmoid(logits) if config.score == "sigmoid" else jax.nn.softmax(logits)
+    scores = score(logits, config)
     if expert_ids is None:
         expert_ids = _choose(scores, bias, config)
     elif expert_ids.shape != (*logits.shape[:-1], config.top_k) or expert_ids.dtype != jnp.int32:
@@ -222,6 +222,16 @@ def route(
             f"int32{[*logits.shape[:-1], config.top_k]}, top_k ids for each token of the logits."
         )
     return Routing(expert_ids, _weigh(logits, scores, expert_ids, config), scores)
+
+
+def score(logits: Array, config: RouterConfig) -> Array:
+    """The scores of all experts [..., E], for float32 logits."""
+    return jax.nn.sigmoid(logits) if config.score == "sigmoid" else jax.nn.softmax(logits)
+
+
+def log_score(logits: Array, config: RouterConfig) -> Array:
+    """The scores' logarithms, up to a constant, also where the scores underflow."""
+    return jax.nn.log_sigmoid(logits) if config.score == "sigmoid" else logits
 
 
 def _check_operands(logits: Array, bias: Array | None, config: RouterConfig) -> None:
@@ -275,8 +285,7 @@ def _weigh(logits: Array, scores: Array, expert_ids: Array, config: RouterConfig
         # score / sum(score) as a softmax over log(score): scores that underflow together still
         # have a right quotient and a finite gradient. (Softmax's own log-sum cancels.)
         chosen = jnp.take_along_axis(logits, expert_ids, axis=-1)
-        logs = jax.nn.log_sigmoid(chosen) if config.score == "sigmoid" else chosen
-        weights = jax.nn.softmax(logs)
+        weights = jax.nn.softmax(log_score(chosen, config))
     else:
         weights = jnp.take_along_axis(scores, expert_ids, axis=-1)
     return weights * jnp.float32(config.scale)

@@ -12,17 +12,6 @@ from jaxtyping import Array
 from jax_moe._implementation import cast_varying, varying_axes
 
 
-def sum_dtype(dtype: Any) -> Any:
-    """The dtype in which values of `dtype` are added: float32, or float64 for float64."""
-    return jnp.float64 if dtype == jnp.float64 else jnp.float32
-
-
-def vary_alike(*arrays: Array) -> list[Array]:
-    """Types the operands alike inside shard_map; the cast's transpose sums a weight's gradient."""
-    axes = frozenset().union(*map(varying_axes, arrays))
-    return [cast_varying(array, axes) for array in arrays]
-
-
 def zeros(shape: tuple[int, ...], dtype: Any, like: Array) -> Array:
     """Zeros typed as varying as `like` is."""
     return cast_varying(jnp.zeros(shape, dtype), varying_axes(like))
