@@ -113,8 +113,21 @@ def test_refusals_name_the_option(main, arguments, message, capsys):
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("main", "arguments"),
+    [
+        (command_line.main, "--shape tiny --devices 3"),
+        (layer.main, "--shape tiny --devices 1 --virtual-ranks 3"),
+        (layer.main, "--shape cpu8 --devices 2 --experts 7"),
+    ],
+)
+def test_experts_must_fit_the_ranks(main, arguments):
+    with pytest.raises(SystemExit, match=r"experts cannot be shared out evenly to [23] ranks"):
+        main(arguments.split())
+
+
 def test_more_virtual_ranks_than_the_shape_has_ranks_take_one_device():
-    assert len(_environment.take_devices(None, SHAPE.ranks, 2 * SHAPE.ranks)) == 1
+    assert len(_environment.take_devices(None, SHAPE, 2 * SHAPE.ranks)) == 1
 
 
 def check_comparisons(found):

@@ -47,6 +47,13 @@ def test_report_has_every_engine_beside_the_dense_matmul(tmp_path, capsys):
     assert report.count("| dense |") == 6 and "| 4 | 64 | 16 x 24 | unaligned |" in report
 
 
+def test_the_engine_is_by_default_that_of_the_machine(capsys):
+    arguments = "--experts 2 --rows 16 --shapes 16x24 --calls 1 --repetitions 3"
+    matmul.main(arguments.split())
+    report = capsys.readouterr().out
+    assert report.count("| blocks |") == report.count("| dense |") == 6
+
+
 def test_torch_computes_the_same_and_is_waited_for_in_each_timed_region(tmp_path, monkeypatch):
     waits = []
 
@@ -115,9 +122,9 @@ def test_a_wrong_result_of_another_is_left_out(monkeypatch, capsys):
         ("--rows 64,0", "--rows: '0': must be a number of 1 or more"),
         ("--calls -1", "--calls: '-1': must be"),
         ("--shapes 128", "--shapes: '128': must be KxN"),
-        ("--rows 12", "--engines pallas: 12 rows: they must be a multiple of 8"),
-        ("--shapes 64x128", "--engines pallas: weights of width 64"),
-        ("", "--engines pallas: it runs on Hopper GPUs; here is 'cpu'"),
+        ("--engines pallas --rows 12", "--engines pallas: 12 rows: they must be a multiple of 8"),
+        ("--engines pallas --shapes 64x128", "--engines pallas: weights of width 64"),
+        ("--engines pallas", "--engines pallas: it runs on Hopper GPUs; here is 'cpu'"),
     ],
 )
 def test_refusals_say_what_there_is(arguments, message, capsys):

@@ -70,7 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = _parser()
     args = parser.parse_args(given)
     shape = SHAPES[args.shape]
-    devices = _environment.take_devices(args.devices, shape.ranks, args.virtual_ranks)
+    devices = _environment.take_devices(args.devices, shape, args.virtual_ranks)
     conditions = _environment.conditions(devices, parser.prog, given)
     outcome = _run.run(
         _run.Options(

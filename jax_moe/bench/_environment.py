@@ -16,15 +16,16 @@ import jax
 import jaxlib.version
 
 import jax_moe
+from jax_moe.bench._shapes import Shape
 
 
-def take_devices(wanted: int | None, ranks: int, virtual_ranks: int) -> list[Any]:
-    """The first `wanted` devices; by default all, of which CPU devices are made for so many ranks.
+def take_devices(wanted: int | None, shape: Shape, virtual_ranks: int) -> list[Any]:
+    """The first `wanted` devices; by default all, of which CPU devices are made for the shape.
 
     Raises:
-      SystemExit: there are fewer.
+      SystemExit: there are fewer, or their ranks cannot have equally many experts.
     """
-    on_cpu = max(1, ranks // virtual_ranks)
+    on_cpu = max(1, shape.ranks // virtual_ranks)
     with contextlib.suppress(RuntimeError):  # whoever called may have made its CPU devices
         jax.config.update("jax_num_cpu_devices", wanted or on_cpu)
     devices = jax.devices()
@@ -32,6 +33,11 @@ def take_devices(wanted: int | None, ranks: int, virtual_ranks: int) -> list[Any
         wanted = on_cpu if devices[0].platform == "cpu" else len(devices)
     if len(devices) < wanted:
         raise SystemExit(f"--devices {wanted}: JAX finds {len(devices)} of {devices[0].platform}.")
+    if shape.experts % (ranks := wanted * virtual_ranks):
+        raise SystemExit(
+            f"--devices {wanted} --virtual-ranks {virtual_ranks}: {shape.experts} experts cannot "
+            f"be shared out evenly to {ranks} ranks; choose other numbers, or another --shape."
+        )
     return devices[:wanted]
 
 

@@ -109,19 +109,17 @@ def _whole_layers(layer, ids, names: Sequence[str], skipped: dict[str, str]):
     return compiled
 
 
-def _make_layer(args: argparse.Namespace, devices: Sequence[Any]) -> _layer_columns.Layer:
+def _shape(args: argparse.Namespace) -> _shapes.Shape:
     changes = {n: getattr(args, n) for n in ("tokens", "hidden", "width", "experts")}
-    shape = dataclasses.replace(
-        _shapes.SHAPES[args.shape], **{n: v for n, v in changes.items() if v is not None}
-    )
-    mesh = jax_moe.make_mesh(rank=len(devices), devices=devices)
-    group = jax_moe.ExpertGroup(mesh, axes=("rank",), virtual_ranks=args.virtual_ranks)
-    return _layer_columns.make_layer(shape, group, args.dtype, args.routing)
+    given = {name: value for name, value in changes.items() if value is not None}
+    return dataclasses.replace(_shapes.SHAPES[args.shape], **given)
 
 
 def run(args: argparse.Namespace, devices: Sequence[Any]) -> tuple[dict[str, Any], list[Record]]:
     """Facts of the setting, and a record of each program."""
-    layer = _make_layer(args, devices)
+    mesh = jax_moe.make_mesh(rank=len(devices), devices=devices)
+    group = jax_moe.ExpertGroup(mesh, axes=("rank",), virtual_ranks=args.virtual_ranks)
+    layer = _layer_columns.make_layer(_shape(args), group, args.dtype, args.routing)
     ids, skipped = _layer_columns.routed_ids(layer), {}
     whole = _whole_layers(layer, ids, args.columns, skipped)
     programs: dict[tuple[str, str], Callable[[], Any]] = {
@@ -135,7 +133,6 @@ def run(args: argparse.Namespace, devices: Sequence[Any]) -> tuple[dict[str, Any
     for program in programs.values():  # on GPUs the first runs capture a CUDA graph
         for _ in range(2):
             jax.block_until_ready(program())
-    mesh: Any = layer.group.mesh
     until, before = time.monotonic() + args.seconds, Preparation(mesh)
     times = time_in_turns(list(programs.values()), before, until=until, most=args.repetitions)
     records = []
@@ -202,8 +199,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given = sys.argv[1:] if arguments is None else list(arguments)
     parser = _parser()
     args = parser.parse_args(given)
-    ranks = _shapes.SHAPES[args.shape].ranks
-    devices = _environment.take_devices(args.devices, ranks, args.virtual_ranks)
+    devices = _environment.take_devices(args.devices, _shape(args), args.virtual_ranks)
     conditions = _environment.conditions(devices, parser.prog, given)
     facts, records = run(args, devices)
     report = "\n".join(_lines(facts, records, conditions)) + "\n"

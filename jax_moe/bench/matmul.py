@@ -251,8 +251,9 @@ def _parser() -> argparse.ArgumentParser:
         help=f"of {', '.join(ROUTINGS)}",
     )  # fmt: skip
     parser.add_argument(
-        "--engines", type=some_of(ENGINES), default=("pallas",), help=f"of {', '.join(ENGINES)}"
-    )
+        "--engines", type=some_of(ENGINES),
+        help=f"of {', '.join(ENGINES)}; by default what grouped_matmul takes here",
+    )  # fmt: skip
     parser.add_argument("--calls", type=count, default=10, help="in one timed region")
     parser.add_argument("--repetitions", type=count, default=10, help="most of each")
     parser.add_argument("--seconds", type=float, default=1.0, help="about, for one operation")
@@ -260,16 +261,19 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _engine_of(case: Case) -> str:
+    """What `grouped_matmul` takes here by default."""
+    rows, weights, _ = jax.eval_shape(lambda: _operands(case))
+    return _grouped_matmul.choose_engine(jax.local_devices()[0], rows, weights)
+
+
 def _obstacle(cases: Sequence[Case]) -> str | None:
     """Why the engine "pallas" cannot run all of these cases here, or None."""
     for case in cases:
-        shapes = (case.rows, case.inner), (case.experts, case.inner, case.outer)
-        rows, weights = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes)
-        if why := _pallas_operands.obstacle(rows, weights):
+        if why := _pallas_operands.obstacle(*jax.eval_shape(lambda c=case: _operands(c))[:2]):
             return f"{why}; got --rows {case.rows} --shapes {case.inner}x{case.outer}"
-        device = jax.local_devices()[0]
-        if _grouped_matmul.choose_engine(device, rows, weights) != "pallas":
-            return f"it runs on Hopper GPUs; here is {device.device_kind!r}"
+        if _engine_of(case) != "pallas":
+            return f"it runs on Hopper GPUs; here is {jax.local_devices()[0].device_kind!r}"
     return None
 
 
@@ -278,7 +282,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given = sys.argv[1:] if arguments is None else list(arguments)
     parser = _parser()
     args = parser.parse_args(given)
-    for peer in (n for n in args.engines if n in _matmul_peers.NAMES):
+    for peer in (n for n in args.engines or () if n in _matmul_peers.NAMES):
         try:
             _matmul_peers.operation(peer, OPERATIONS[0])
         except NotImplementedError as why:
@@ -289,6 +293,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for experts in args.experts
         for rows in args.rows
     ]
+    args.engines = args.engines or tuple(dict.fromkeys(_engine_of(alike[0]) for alike in cases))
     if "pallas" in args.engines and (why := _obstacle([alike[0] for alike in cases])):
         parser.error(f"--engines pallas: {why}")
     devices = jax.local_devices()[:1]
