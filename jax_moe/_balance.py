@@ -29,6 +29,7 @@ class MoEStats:
     Attributes:
       counts: int32 [E], tokens that chose each expert, over the whole mesh; before any dropping.
       dropped: int32 [], rows dropped past the capacity, over the whole mesh.
+      invalid: int32 [], given expert ids that were neither -1 nor an expert, over the whole mesh.
       aux_loss: float32 [], sequence-wise balance loss, unweighted; 1 at perfect balance.
       max_vio: float32 [], largest load over mean load, minus 1; 0 at perfect balance.
       min_load: float32 [], smallest load over mean load; 1 at perfect balance.
@@ -38,6 +39,7 @@ class MoEStats:
 
     counts: Int[Array, " experts"]
     dropped: Int[Array, ""]
+    invalid: Int[Array, ""]
     aux_loss: Float[Array, ""]
     max_vio: Float[Array, ""]
     min_load: Float[Array, ""]

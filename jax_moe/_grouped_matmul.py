@@ -51,7 +51,8 @@ def grouped_matmul(
     Args:
       rows: floating point [V*C, K], sorted by expert within each virtual rank.
       weights: the same dtype [V*E, K, N]; products are added in float32 (float64 for float64).
-      group_sizes: int32 [V*E], rows of each expert; a virtual rank's sum is at most C.
+      group_sizes: int32 [V*E], rows of each expert, none negative; a virtual rank's sum is at most
+        C. Sizes that break this are not noticed: the result is then not defined.
       virtual_ranks: V.
       engine: "blocks" (a loop over blocks of 64 rows), "large_blocks" (of 1024), "pallas" (bfloat16
         on a Hopper GPU; K and N multiples of 128, V*C of 8) or "ragged_dot". None takes "blocks"
@@ -63,6 +64,7 @@ def grouped_matmul(
     Raises:
       ValueError: the shapes or dtypes do not fit each other, or the engine.
     """
+    rows, weights, group_sizes = map(jnp.asarray, (rows, weights, group_sizes))
     check_operands(rows, weights, group_sizes, virtual_ranks)
     engines = resolve_engines(engine, rows, weights)
     rows, weights, group_sizes = vary_alike(rows, weights, group_sizes)

@@ -60,7 +60,7 @@ def grouped_swiglu(
         before the down projection, where a row is narrowest.
       gate_up: the rows' dtype [V*E, H, 2*W], the gate in the first W columns.
       down: the same [V*E, W, H].
-      group_sizes: int32 [V*E], rows of each expert; a virtual rank's sum is at most C.
+      group_sizes: as in `grouped_matmul`.
       virtual_ranks: V.
       tail: "zero", or "undefined" where nothing reads the result or the rows' gradient past the
         last group: with "pallas" those rows are then not written.
@@ -72,6 +72,8 @@ def grouped_swiglu(
     Raises:
       ValueError: the shapes or dtypes do not fit each other, or the engine.
     """
+    operands = map(jnp.asarray, (rows, row_s, gate_up, down, group_sizes))
+    rows, row_s, gate_up, down, group_sizes = operands
     check_operands(rows, gate_up, group_sizes, virtual_ranks)
     wanted = (gate_up.shape[0], gate_up.shape[2] // 2, rows.shape[1])
     if gate_up.shape[2] % 2 or down.shape != wanted or down.dtype != rows.dtype:

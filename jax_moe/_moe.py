@@ -22,7 +22,7 @@ from jax_moe._group import ExpertGroup
 from jax_moe._grouped_matmul import ROW_ALIGNMENT, Engine, choose_engine
 from jax_moe._grouped_swiglu import grouped_swiglu
 from jax_moe._implementation import vary_alike
-from jax_moe._plan import plan, with_padding
+from jax_moe._plan import Plan, plan, with_padding
 from jax_moe._rounding import sum_dtype
 from jax_moe._router import RouterConfig, route
 
@@ -186,6 +186,7 @@ class _Totals:
 
     counts: Array
     dropped: Array
+    invalid: Array
     visits: Array
     tokens: Array
     entropy: Array
@@ -307,25 +308,26 @@ def _local_experts(
     y, _ = combine(rows, row_s, exchange)
     # For the auxiliary loss: out there, the partitioner would gather all scores for a top-k.
     chosen = _balance.top_experts(logits, config)
-    totals = _sum_totals(settings, expert_ids, logits, real, exchange.dropped)
+    totals = _sum_totals(settings, expert_ids, logits, real, exchange)
     return (y, logits, chosen), totals
 
 
-def _sum_totals(settings: _Settings, expert_ids, logits, real, dropped) -> _Totals:
+def _sum_totals(settings: _Settings, expert_ids, logits, real, exchange: Plan) -> _Totals:
     """Adds up over the mesh what the statistics need: one sum of integers, one of floats."""
     num_experts, nodes = settings.config.num_experts, settings.group.nodes
     one_hot = expert_ids[..., None] == jnp.arange(num_experts, dtype=jnp.int32)
     chosen = one_hot.any(axis=1)
     visited = chosen.reshape(-1, nodes, num_experts // nodes).any(axis=-1)
-    numbers = [jnp.sum(array, dtype=jnp.int32) for array in (dropped, visited, real)]
+    arrays = exchange.dropped, exchange.invalid, visited, real
+    numbers = [jnp.sum(array, dtype=jnp.int32) for array in arrays]
     integers = jnp.concatenate([jnp.sum(chosen, axis=0, dtype=jnp.int32), jnp.stack(numbers)])
     scores = _balance.normalized_scores(jax.lax.stop_gradient(logits), settings.config)
     entropy = -jnp.sum(jax.scipy.special.xlogy(scores, scores), axis=-1)
     entropy = jnp.sum(jnp.where(real, entropy, 0))
     axes = settings.group.mesh.axis_names
     integers, entropy = jax.lax.psum(integers, axes), jax.lax.psum(entropy, axes)
-    dropped_rows, visits, tokens = integers[-3], integers[-2], integers[-1]
-    return _Totals(integers[:-3], dropped_rows, visits, tokens, entropy)
+    dropped, invalid, visits, tokens = integers[num_experts:]
+    return _Totals(integers[:num_experts], dropped, invalid, visits, tokens, entropy)
 
 
 def _make_stats(totals: _Totals, aux_loss: Array) -> MoEStats:
@@ -334,6 +336,7 @@ def _make_stats(totals: _Totals, aux_loss: Array) -> MoEStats:
     return MoEStats(
         counts=totals.counts,
         dropped=totals.dropped,
+        invalid=totals.invalid,
         aux_loss=aux_loss,
         max_vio=max_vio,
         min_load=min_load,

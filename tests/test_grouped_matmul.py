@@ -225,6 +225,15 @@ def test_the_engine_is_that_of_the_platform_that_runs(operation, hopper_host):
     assert "mosaic_gpu" in on_gpu and "stablehlo.while" not in on_gpu
 
 
+def test_takes_numpy_arrays_outside_of_jit():
+    rows, weights = np.ones((4, 2), np.float32), np.ones((2, 2, 6), np.float32)
+    down, sizes = np.ones((2, 3, 2), np.float32), np.int32([1, 2])
+    out = jax_moe.grouped_matmul(rows, weights, sizes)
+    np.testing.assert_array_equal(out, [[2] * 6] * 3 + [[0] * 6])
+    out = jax_moe.grouped_swiglu(rows, rows[:, 0], weights, down, sizes)
+    assert out.shape == (4, 2) and np.all(out[:3] > 0)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -137,6 +137,15 @@ def test_rows_past_the_capacity_are_dropped_and_counted():
     assert got.stats.dropped == dropped.sum()
 
 
+def test_given_ids_that_are_no_experts_are_counted():
+    layer = moe_runs.make(GROUPED, Layout((1, 1, 2)))
+    ids = np.stack([np.arange(7, dtype=np.int32), np.full(7, 7, np.int32)], axis=1)
+    ids[2], ids[5, 1] = [8, -9], -1
+    _, stats = layer(np.ones((7, HIDDEN), np.float32), expert_ids=ids)
+    assert stats.invalid == 2 and stats.dropped == 0
+    assert stats.counts.sum() == 14 - 3
+
+
 @pytest.mark.parametrize("capacity", [None, 56], ids=["default", "given"])
 def test_padding_of_groups_takes_no_room_from_rows(capacity, monkeypatch):
     """An engine's wish for padded groups, as on Hopper GPUs, changes no result and drops no row."""

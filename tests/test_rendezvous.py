@@ -78,7 +78,7 @@ def check_works(step, inputs):
     np.testing.assert_array_equal(step(*inputs), 2 * np.asarray(inputs[1]))
 
 
-def test_rank_that_never_joins_is_named(group, inputs):
+def test_rank_that_never_joins_is_named(group, inputs, capfd):
     step = exchange(group)
     check_works(step, inputs)
     group.set_timeout(0.5)
@@ -89,6 +89,7 @@ def test_rank_that_never_joins_is_named(group, inputs):
     message = str(caught.value)
     for part in ("jax_moe_combine", str(group), "arrived ranks 0-1, 3", "MISSING ranks 2"):
         assert part in message
+    assert "MISSING ranks 2" in capfd.readouterr().err, "also where the error comes too late"
     assert "lax.cond" in message
     assert "set_timeout" in message
     group.set_timeout(60.0)

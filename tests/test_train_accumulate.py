@@ -118,10 +118,15 @@ def test_counts_are_added_up_not_their_signs():
     counts = [[9, 0, 0, 0, 1, 1, 1, 4], [0, 5, 5, 4, 1, 1, 0, 0], [0, 5, 5, 4, 1, 1, 0, 0]]
     one = jnp.ones((3, 1))
     rest = {f.name: one for f in dataclasses.fields(jax_moe.MoEStats)}
-    rest |= {"counts": jnp.int32(counts)[:, None], "dropped": one.astype(jnp.int32)}
+    rest |= {
+        "counts": jnp.int32(counts)[:, None],
+        "dropped": jnp.int32(one),
+        "invalid": jnp.int32(one),
+    }
     stats = jax_moe.MoEStats(**rest)
     total = add_up(stats)
     assert total.counts.tolist() == [[9, 10, 10, 8, 3, 3, 1, 4]] and total.dropped.tolist() == [3]
+    assert total.invalid.tolist() == [3]
     np.testing.assert_allclose(total.max_vio, 10 / 6 - 1, rtol=1e-6)
     np.testing.assert_allclose(total.min_load, 1 / 6, rtol=1e-6)
     assert total.aux_loss.tolist() == [1.0]

@@ -21,6 +21,7 @@ def metrics(counts=COUNTS, **changes):
     stats = SimpleNamespace(
         counts=counts,
         dropped=np.int32([0, 3]),
+        invalid=np.int32([0, 0]),
         aux_loss=np.float32([1, 2]),
         max_vio=loads.max(axis=1) - 1,
         min_load=loads.min(axis=1),

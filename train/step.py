@@ -264,6 +264,7 @@ def add_up(stats: jax_moe.MoEStats) -> jax_moe.MoEStats:
         jax.tree.map(lambda leaf: leaf.astype(jnp.float32).mean(axis=0), stats),
         counts=counts,
         dropped=stats.dropped.sum(axis=0, dtype=jnp.int32),
+        invalid=stats.invalid.sum(axis=0, dtype=jnp.int32),
         max_vio=loads.max(axis=-1) - 1,
         min_load=loads.min(axis=-1),
     )

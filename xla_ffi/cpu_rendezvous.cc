@@ -4,10 +4,12 @@
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
+#include <cstdio>
 #include <deque>
 #include <mutex>
 #include <optional>
 #include <sstream>
+#include <string>
 #include <thread>
 #include <unordered_map>
 #include <utility>
@@ -222,8 +224,13 @@ void Expire(const std::shared_ptr<Rendezvous>& meeting) {
     Abandon(meeting, StatusCode::kFailedPrecondition,
             [&] { return DescribeClosing(*meeting, group); });
   } else {
-    Abandon(meeting, StatusCode::kDeadlineExceeded,
-            [&] { return DescribeTimeout(*meeting, group); });
+    Abandon(meeting, StatusCode::kDeadlineExceeded, [&] {
+      std::string why = DescribeTimeout(*meeting, group);
+      // At once: the error itself never comes where ranks wait in one of XLA's collectives too.
+      std::fputs((why + "\n").c_str(), stderr);
+      std::fflush(stderr);
+      return why;
+    });
   }
 }
 
