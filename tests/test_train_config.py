@@ -10,7 +10,6 @@ import toy
 
 from train import config as configs
 from train.__main__ import command, parse, sample_command
-from train.loop import check_folder, claim_folder
 from train.presets import TINY
 
 pytestmark = pytest.mark.cpu
@@ -92,6 +91,24 @@ def test_json_round_trip(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (None, r"cannot be read \(No such file or directory\): give .*config\.json"),
+        ('{"name": ', r"must be JSON \(.*line 1 column 10.*\): mend it"),
+        ("\N{LATIN SMALL LETTER E WITH ACUTE}", r"must be JSON \(.*utf-8.*\): mend it"),
+        ('{"stepz": 3}', "unknown key stepz"),
+        ("{}", "missing .* arguments"),
+    ],
+)
+def test_a_bad_configuration_file_is_named(tmp_path, text, message):
+    path = tmp_path / "own.json"
+    if text is not None:
+        path.write_bytes(text.encode("latin-1"))
+    with pytest.raises(ValueError, match=rf"^{path}:? .*{message}"):
+        parse([str(path)])
+
+
+@pytest.mark.parametrize(
     ("change", "message"),
     [
         (lambda d: d["model"].update(hiden=3), r"model\.hiden"),
@@ -147,20 +164,6 @@ def test_what_a_continued_run_may_change():
     assert configs.differences(toy.CONFIG, same) == []
     other = toy.changed(toy.CONFIG, seed=1, model__hidden=64)
     assert configs.differences(toy.CONFIG, other) == ["model.hidden: 32 -> 64", "seed: 0 -> 1"]
-
-
-def test_a_folder_keeps_to_one_configuration(tmp_path):
-    config = toy.changed(toy.CONFIG, run_dir=str(tmp_path))
-    check_folder(config, "a text")
-    claim_folder(config, "a text")
-    longer = toy.changed(config, steps=30)
-    check_folder(longer, "a text")
-    claim_folder(longer, "a text")
-    assert configs.load(tmp_path / "config.json").steps == 30
-    with pytest.raises(ValueError, match=r"seed: 0 -> 1.*--run-dir"):
-        check_folder(toy.changed(config, seed=1), "a text")
-    with pytest.raises(ValueError, match=r"another text.*--run-dir"):
-        check_folder(config, "an edited text")
 
 
 def test_the_command_that_goes_on(monkeypatch):

@@ -11,6 +11,7 @@ import pytest
 import toy
 from rich.console import Console
 
+from train.folder import hold_folder
 from train.loop import Run
 from train.report import read_log
 
@@ -67,6 +68,27 @@ def test_a_step_that_is_not_finite_stops_and_nothing_is_lost(tmp_path, monkeypat
 def test_a_refused_setting_leaves_the_folder_free(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="does not fit"):
         make_run(tmp_path, monkeypatch, mesh__rank=3, seed=1)
+    assert make_run(tmp_path, monkeypatch).train()
+
+
+def test_a_run_holds_its_folder_and_another_changes_nothing_there(tmp_path, monkeypatch):
+    folder = tmp_path / "run"
+
+    def times():
+        return {path: path.stat().st_mtime_ns for path in folder.iterdir()}
+
+    def act(step):
+        if step < 4:  # from which on checkpoints are written beside the training
+            before = times()
+            with pytest.raises(ValueError, match=r"another run \(pid \d+ on .*\) trains there"):
+                make_run(tmp_path, monkeypatch)
+            assert times() == before
+        return True
+
+    with hold_folder(folder):
+        act(0)
+        assert [path.name for path in folder.iterdir()] == ["lock"]
+    assert make_run(tmp_path, monkeypatch, act).train()
     assert make_run(tmp_path, monkeypatch).train()
 
 

@@ -361,8 +361,26 @@ def save(config: Config, path: Path) -> None:
 
 
 def load(path: Path) -> Config:
-    """Reads what `save` wrote; unknown keys are errors."""
-    return from_dict(json.loads(path.read_text(encoding="utf-8")))
+    """Reads what `save` wrote.
+
+    Raises:
+      ValueError: no such file, no JSON, or what `from_dict` refuses; the message names the file.
+    """
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(
+            f"{path} cannot be read ({error.strerror}): give a name that python -m train lists, or "
+            "the JSON file of a configuration, as RUN_FOLDER/config.json."
+        ) from error
+    except ValueError as error:
+        raise ValueError(
+            f"{path} must be JSON ({error}): mend it, or begin with the config.json of a run."
+        ) from error
+    try:
+        return from_dict(values)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
 
 
 def differences(old: Config, new: Config) -> list[str]:

@@ -25,6 +25,7 @@ import tyro
 
 from train import processes
 from train.__main__ import parse
+from train.folder import hold_folder
 from train.watch import LOST_PEER
 from train.watcher import SETTLE_S
 
@@ -229,7 +230,10 @@ def report(first: Worker, workers: list[Worker]) -> None:
 
 def launch(options: Options, arguments: list[str]) -> int:
     """Runs the processes to their end; returns the exit status: 0, 130 if stopped, else 1."""
-    workers = start(options, arguments, parse(arguments).folder / "logs")
+    folder = parse(arguments).folder
+    with hold_folder(folder):
+        pass  # no other run's logs are overwritten; from now on process 0 holds it
+    workers = start(options, arguments, folder / "logs")
     try:
         with signals_passed_on(workers), workers[0].log.open("rb") as log:
             first = wait(workers, log)

@@ -7,7 +7,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import jax
@@ -15,49 +15,18 @@ import numpy as np
 from jax.experimental.multihost_utils import reached_preemption_sync_point
 from rich.console import Console
 
-from train import config as configs
 from train import processes
 from train.checkpoint import Checkpoints
 from train.config import Config
 from train.data import Batch
+from train.folder import check_folder, claim_folder, hold_folder
 from train.profile import ProfileWindow
 from train.report import Reporter
 from train.sharding import make_group
 from train.source import open_source
 from train.step import Trainer, TrainState
 
-_TEXT = "text.sha256"  # in the run's folder: what it reads
 _MOST_SKIPPED = 20  # steps in a row that are not finite, before even nan_guard="skip" stops
-
-
-def check_folder(config: Config, digest: str) -> None:
-    """Makes sure that the run's folder is new, or holds this run.
-
-    Raises:
-      ValueError: the folder holds a run of another configuration or on another text.
-    """
-    path, text = config.folder / "config.json", config.folder / _TEXT
-    if text.exists() and text.read_text().strip() != digest:
-        raise ValueError(
-            f"{config.folder} holds a run on another text than {config.data.file or 'this'} holds "
-            "now: put the old one back, or give this one a folder of its own (--run-dir DIR, or "
-            "make train RUN=DIR)."
-        )
-    if path.exists():
-        changes = configs.differences(configs.load(path), config)
-        if changes:
-            raise ValueError(
-                f"{config.folder} holds a run of another configuration ({'; '.join(changes)}): "
-                "give this one a folder of its own (--run-dir DIR, or make train RUN=DIR)."
-            )
-
-
-def claim_folder(config: Config, digest: str) -> None:
-    """Makes the run's folder, and writes there what `check_folder` reads."""
-    config.folder.mkdir(parents=True, exist_ok=True)
-    if processes.leads():
-        configs.save(config, config.folder / "config.json")
-        (config.folder / _TEXT).write_text(digest + "\n")
 
 
 def validate(trainer: Trainer, state: TrainState, windows: Batch) -> float:
@@ -125,13 +94,15 @@ class Run:
         with processes.leader_first("the text"):  # one download, into a folder that may be shared
             source = open_source(config)
         self.batches, self.windows = source.batches, source.validation
-        check_folder(config, source.digest)
         self.group = make_group(config.mesh)
         self.trainer = Trainer(config, self.group)
-        # Now that the configuration is known to be good.
-        self.checkpoints = Checkpoints(config.folder, config.keep_checkpoints)
-        if self.reached <= config.steps:
-            claim_folder(config, source.digest)
+        with ExitStack() as held:  # now that the configuration is known to be good
+            held.enter_context(hold_folder(config.folder))
+            check_folder(config, source.digest)
+            self.checkpoints = Checkpoints(config.folder, config.keep_checkpoints)
+            if self.reached <= config.steps:
+                claim_folder(config, source.digest)
+            self._held = held.pop_all()
         self.profile = ProfileWindow(config)
         self.skipped = 0  # steps in a row that were not finite
         console.print(
@@ -152,18 +123,19 @@ class Run:
         Raises:
           RuntimeError: a fault on the devices, or a step that is not finite, as `nan_guard` says.
         """
-        with stop_on_signal() as stopped:
-            state, start = self._start()
-            with Reporter(self.config, self.console, start, self.group) as reporter:
-                state = self._steps(state, start, reporter, stopped)
-                step = int(state.step)
-                processes.note(step, "saving and validating at the end")
-                self.checkpoints.save(state, self.batches.get_state())
-                if step == self.config.steps:
-                    reporter.validation(step, validate(self.trainer, state, self.windows))
-        self.profile.close()
-        self.checkpoints.close()
-        self.group.close()
+        with self._held:
+            with stop_on_signal() as stopped:
+                state, start = self._start()
+                with Reporter(self.config, self.console, start, self.group) as reporter:
+                    state = self._steps(state, start, reporter, stopped)
+                    step = int(state.step)
+                    processes.note(step, "saving and validating at the end")
+                    self.checkpoints.save(state, self.batches.get_state())
+                    if step == self.config.steps:
+                        reporter.validation(step, validate(self.trainer, state, self.windows))
+            self.profile.close()
+            self.checkpoints.close()
+            self.group.close()
         return step == self.config.steps
 
     def _start(self) -> tuple[TrainState, int]:
