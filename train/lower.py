@@ -107,7 +107,7 @@ def main() -> int:
         return 2
     try:
         print(report(parse(sys.argv[2:]), int(sys.argv[1])))
-    except (ValueError, RuntimeError, OSError) as error:  # such as want of cuDNN
+    except (ValueError, RuntimeError) as error:  # such as want of cuDNN
         print(f"error: {error}", file=sys.stderr)
         return 1
     return 0

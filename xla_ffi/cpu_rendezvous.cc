@@ -117,6 +117,12 @@ class Runtime {
     wake_.notify_one();
   }
 
+  bool IsOpen(int64_t key) {
+    std::lock_guard lock(mutex_);
+    const auto found = groups_.find(key);
+    return found != groups_.end() && !found->second.is_closed;
+  }
+
   std::optional<Group> Find(int64_t key) {
     std::lock_guard lock(mutex_);
     const auto found = groups_.find(key);
@@ -298,8 +304,8 @@ Status CheckArrival(const Arrival& arrival) {
         << " is not one of the group's " << arrival.spec.num_devices() << " devices.";
     return {StatusCode::kInvalidArgument, why.str()};
   }
+  if (Runtime::Get().IsOpen(arrival.spec.group_key)) return {};
   const std::optional<Group> group = Runtime::Get().Find(arrival.spec.group_key);
-  if (group.has_value() && !group->is_closed) return {};
   if (group.has_value()) {
     why << group->description << " is closed: call rebuild() on it before the call.";
   } else {

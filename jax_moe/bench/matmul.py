@@ -22,8 +22,9 @@ from jax_moe import _grouped_matmul, _pallas_operands
 from jax_moe.bench import _command_line, _environment, _matmul_peers
 from jax_moe.bench._clock import Preparation, Timed, time_in_turns
 from jax_moe.bench._command_line import count, some_of
+from jax_moe.bench._problem import random_values
 from jax_moe.bench._report import fact_lines, ms
-from jax_moe.bench._run import COPY_BYTES
+from jax_moe.bench._run import copy_bytes, copy_programs
 
 DENSE = "dense"
 ENGINES = (*get_args(_grouped_matmul.Engine), *_matmul_peers.NAMES)
@@ -156,9 +157,12 @@ def measure(
             for engine in args.engines:
                 result = jnp.asarray(programs[engine](*operands, own_sizes))
                 why = _fault(case, engine, operation, result, operands)
-                if why and engine not in _matmul_peers.NAMES:
+                if why is None:
+                    right.append(engine)
+                elif engine in _matmul_peers.NAMES:
+                    left_out.append(why)
+                else:
                     raise AssertionError(why)
-                (left_out if why else right).append(why or engine)
             repeated = [
                 functools.partial(_repeat, programs[engine], args.calls, (*operands, own_sizes))
                 for engine in right
@@ -182,19 +186,12 @@ def _repeat(program: Callable, calls: int, operands: Sequence[jax.Array]) -> Any
 
 
 def _copy_bytes_per_us(before: Preparation, calls: int) -> float:
-    """Of a plain pass over memory, bytes read and written, as many calls as of the operations."""
-    size = COPY_BYTES.get(jax.local_devices()[0].platform, COPY_BYTES["gpu"])
-    held = [jax.jit(jax.random.normal, static_argnums=1)(jax.random.key(0), (size // 4,))]
-    # In place: where each call had a result of its own, a pass took twice as long on an H200.
-    add_one = jax.jit(lambda a: a + 1, donate_argnums=0).lower(held[0]).compile()
-
-    def program() -> jax.Array:
-        for _ in range(calls):
-            held[0] = add_one(held[0])
-        return held[0]
-
-    times = time_in_turns([program], before, until=time.monotonic() + 1, most=20)
-    return 2 * size / times[0].per_call(calls).summary["median_us"]
+    """Of the faster of two copies, bytes read and written, as many calls as of the operations."""
+    size = copy_bytes(jax.local_devices()[0])
+    words = random_values(np.random.default_rng(0), (size // 4,))
+    programs = copy_programs(words, jnp.array, calls)
+    times = time_in_turns(programs, before, until=time.monotonic() + 1, most=20)
+    return 2 * size / min(taken.per_call(calls).summary["median_us"] for taken in times)
 
 
 def _lines(
@@ -261,16 +258,21 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _shapes(case: Case) -> list[jax.ShapeDtypeStruct]:
+    """Rows and weights."""
+    shapes = (case.rows, case.inner), (case.experts, case.inner, case.outer)
+    return [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
+
+
 def _engine_of(case: Case) -> str:
     """What `grouped_matmul` takes here by default."""
-    rows, weights, _ = jax.eval_shape(lambda: _operands(case))
-    return _grouped_matmul.choose_engine(jax.local_devices()[0], rows, weights)
+    return _grouped_matmul.choose_engine(jax.local_devices()[0], *_shapes(case))
 
 
 def _obstacle(cases: Sequence[Case]) -> str | None:
     """Why the engine "pallas" cannot run all of these cases here, or None."""
     for case in cases:
-        if why := _pallas_operands.obstacle(*jax.eval_shape(lambda c=case: _operands(c))[:2]):
+        if why := _pallas_operands.obstacle(*_shapes(case)):
             return f"{why}; got --rows {case.rows} --shapes {case.inner}x{case.outer}"
         if _engine_of(case) != "pallas":
             return f"it runs on Hopper GPUs; here is {jax.local_devices()[0].device_kind!r}"
