@@ -10,7 +10,8 @@ from flax import nnx
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from jax_moe._router import RouterConfig, log_score, score
+from jax_moe._arguments import array
+from jax_moe._router import RouterConfig, check_config, log_score, score
 
 
 class RouterBias(nnx.Variable):
@@ -67,14 +68,18 @@ def update_bias(
 
     Raises:
       ValueError: the shapes differ.
-      TypeError: the counts are not integers.
+      TypeError: the counts are not integers, or an operand is no array.
 
     Source: DeepSeek-V3 technical report, section 2.1.2.
     """
+    bias, counts = array("bias", bias), array("counts", counts)
+    step_size = array("step_size", step_size)
     if bias.shape != counts.shape:
         raise ValueError(
             f"bias has shape {bias.shape} and counts {counts.shape}: one count per bias is needed."
         )
+    if not jnp.issubdtype(bias.dtype, jnp.floating):
+        raise TypeError(f"bias has dtype {bias.dtype}: must be of floating point.")
     if not jnp.issubdtype(counts.dtype, jnp.integer):
         raise TypeError(
             f"counts have dtype {counts.dtype}: averaged or cast counts cannot be compared "
@@ -86,7 +91,7 @@ def update_bias(
     # count < total / E, in integers: below the quotient, or at it with a remainder left.
     below = (counts < mean) | ((counts == mean) & (rest > 0))
     direction = jnp.where(below, 1, jnp.where(counts > mean, -1, 0)).astype(bias.dtype)
-    return bias + jnp.asarray(step_size, bias.dtype) * direction
+    return bias + step_size.astype(bias.dtype) * direction
 
 
 def normalized_scores(
@@ -127,9 +132,21 @@ def sequence_balance_loss(
     Returns:
       float32 []; 0 where no sequence counts.
 
+    Raises:
+      ValueError: the shapes do not fit each other or `config`.
+      TypeError: an operand is no array.
+
     Source: DeepSeek-V3 technical report, section 2.1.2 (equations 17 to 20).
     """
-    real = jnp.ones(logits.shape[:-1], jnp.bool_) if mask is None else mask
+    check_config(config)
+    logits = array("logits", logits)
+    if logits.ndim < 2 or logits.shape[-1] != config.num_experts:
+        raise ValueError(
+            f"logits have shape {logits.shape}: must be [..., length, {config.num_experts}], with "
+            "config.num_experts last."
+        )
+    real = check_mask(mask, logits.shape[:-1])
+    real = jnp.ones(logits.shape[:-1], jnp.bool_) if real is None else real
     # Selected before anything else: a padding token may hold NaN, whose gradient would be NaN too.
     logits = jnp.where(real[..., None], logits.astype(jnp.float32), 0)
     weight = real.astype(jnp.float32)[..., None]
@@ -143,6 +160,23 @@ def sequence_balance_loss(
     share = jnp.sum(normalized_scores(logits, config) * weight, axis=-2) / length
     sequences = jnp.sum(jnp.any(real, axis=-1), dtype=jnp.float32)
     return jnp.sum(load * share) / jnp.maximum(sequences, 1)
+
+
+def check_mask(mask: Array | None, shape: tuple[int, ...]) -> Array | None:
+    """The mask of so many tokens as an array, or None.
+
+    Raises:
+      ValueError: it is of another shape or dtype.
+    """
+    if mask is None:
+        return None
+    mask = array("mask", mask)
+    if mask.shape != shape or mask.dtype != jnp.bool_:
+        raise ValueError(
+            f"mask is {mask.dtype}{list(mask.shape)}: must be bool{list(shape)}, True for real "
+            "tokens."
+        )
+    return mask
 
 
 def load_ratios(counts: Int[Array, " experts"]) -> tuple[Float[Array, ""], Float[Array, ""]]:

@@ -11,7 +11,7 @@ import contextlib
 import hashlib
 import logging
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 import jax
@@ -20,6 +20,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jax_moe import _ffi, _preflight
+from jax_moe._arguments import instance, integers, payload_dtype
 from jax_moe._meeting import Meeting
 from jax_moe._preflight import Preflight
 
@@ -118,7 +119,7 @@ def _place(group: ExpertGroup) -> str:
 
 
 def preflight(
-    target: ExpertGroup | Sequence[jax.Device] | None = None,  # pyright: ignore[reportInvalidTypeForm]
+    target: ExpertGroup | Iterable[jax.Device] | None = None,  # pyright: ignore[reportInvalidTypeForm]
 ) -> Preflight:
     """Which GPUs reach each other's memory, over which link, and what stands in the way.
 
@@ -133,19 +134,31 @@ def preflight(
 
     Raises:
       NotImplementedError: there are devices other than NVIDIA GPUs.
+      ValueError: there are no devices.
+      TypeError: the target is something else.
       RuntimeError: another process did not call it within 60 seconds, or the group's `timeout_s`.
     """
-    if target is None or isinstance(target, Sequence):
-        instances = [tuple(jax.devices() if target is None else target)]
+    from jax_moe._group import ExpertGroup  # which takes this module
+
+    target = jax.devices() if target is None else target
+    if not isinstance(target, ExpertGroup):
+        instance("target", target, Iterable, "a jax_moe.ExpertGroup, or some of jax.devices()")
+        instances = [tuple(target)]
     elif target.key in _preflights:
         return _preflights[target.key]
     else:
-        instances = _instances(target)
-    devices = [device for instance in instances for device in instance]
+        instances = _instances(target) if target.devices else []
+    devices = [device for each in instances for device in each]
+    if not devices:
+        raise ValueError("preflight of no devices: give some, or a group on a mesh that is there.")
+    for device in devices:
+        instance("an element of target", device, jax.Device, "a jax.Device")
     others = sorted({device.platform for device in devices if not is_cuda(device)})
     if others:
         raise NotImplementedError(
-            f"preflight looks at NVIDIA GPUs, and got devices of platform {', '.join(others)}."
+            f"preflight looks at NVIDIA GPUs, and got devices of platform {', '.join(others)}, on "
+            "which implementation=None needs no GPU to reach another: leave it out there. If there "
+            'are GPUs, give jax.devices("gpu"); if JAX sees none, install jax[cuda13].'
         )
     ids = hashlib.sha256(repr([device.id for device in devices]).encode()).hexdigest()[:16]
     return _preflight.examine(instances, place=f"preflight/{ids}", what="preflight", timeout_s=60.0)
@@ -289,9 +302,29 @@ def pool_bytes(
     Returns:
       A number of bytes.
 
+    Raises:
+      ValueError: implementation="ptx" has no such calls; the message says why.
+      TypeError: a size is no integer.
+
     Source: `PoolLayout` in ptx/params.h.
     """
-    return _native.pool_bytes(num_ranks, tokens, top_k, num_experts, payload_bytes(hidden, dtype))
+    sizes = pool_sizes(num_ranks, tokens, top_k, num_experts, hidden, dtype)
+    return _native.pool_bytes(num_ranks, *sizes)
+
+
+def pool_sizes(
+    num_ranks: int, tokens: int, top_k: int, num_experts: int, hidden: int, dtype
+) -> tuple[int, int, int, int]:
+    """Tokens of a rank, experts of a token, experts, bytes of a token: of calls that there are."""
+    num_ranks, tokens, top_k, num_experts, hidden = integers(
+        num_ranks=num_ranks, tokens=tokens, top_k=top_k, num_experts=num_experts, hidden=hidden
+    )
+    size = payload_bytes(hidden, payload_dtype("dtype", dtype, "ptx"))
+    dispatch, nodes, capacity, alignment = OPERATIONS.index("dispatch") + 1, 1, 0, 1
+    _native.check_limits(
+        num_ranks, dispatch, nodes, tokens, top_k, num_experts, capacity, alignment, size
+    )
+    return tokens, top_k, num_experts, size
 
 
 def payload_bytes(hidden: int, dtype: jax.typing.DTypeLike) -> int:
@@ -301,7 +334,6 @@ def payload_bytes(hidden: int, dtype: jax.typing.DTypeLike) -> int:
 
 def reserve(
     group: ExpertGroup,
-    *,
     tokens: int,
     top_k: int,
     num_experts: int,

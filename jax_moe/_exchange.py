@@ -7,10 +7,10 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from jax_moe import _implementation
+from jax_moe._arguments import array, instance, payload_dtypes
 from jax_moe._plan import Plan
 from jax_moe._rounding import sum_dtype
 
-PAYLOAD_DTYPES = ("float32", "bfloat16")
 ROWS_NAME = "jax_moe_rows"  # for policies of jax.checkpoint
 
 
@@ -39,11 +39,13 @@ def dispatch(
 
     Raises:
       ValueError: wrong shapes or dtypes, or called outside a shard_map over the plan's group.
+      TypeError: `plan` is no Plan, or another operand no array.
       NotImplementedError: the named implementation cannot serve the group; or under vmap.
 
     Source: docs/design.md, "Semantics".
     """
     name = _prepare(plan, "dispatch", implementation)
+    x, s = array("x", x), array("s", s)
     tokens, top_k = plan.expert_ids.shape
     _check_operands("x", x, tokens, "s", s, (tokens, top_k), name)
     x, s, plan = _implementation.vary_alike(x, s, plan, also=plan.spec.group.axes)
@@ -75,11 +77,13 @@ def combine(
 
     Raises:
       ValueError: wrong shapes or dtypes, or called outside a shard_map over the plan's group.
+      TypeError: `plan` is no Plan, or another operand no array.
       NotImplementedError: the named implementation cannot serve the group; or under vmap.
 
     Source: docs/design.md, "Semantics".
     """
     name = _prepare(plan, "combine", implementation)
+    rows, row_s = array("rows", rows), array("row_s", row_s)
     num_rows = plan.sources.shape[0]
     _check_operands("rows", rows, num_rows, "row_s", row_s, (num_rows,), name)
     rows, row_s, plan = _implementation.vary_alike(rows, row_s, plan, also=plan.spec.group.axes)
@@ -88,6 +92,7 @@ def combine(
 
 def _prepare(plan: Plan, operation: str, implementation: str | None) -> str:
     """Checks the place of the call and names the implementation."""
+    instance("plan", plan, Plan, "a jax_moe.Plan, as jax_moe.plan makes")
     spec = plan.spec
     _implementation.check_context(spec.group, operation)
     if implementation is None:
@@ -96,7 +101,7 @@ def _prepare(plan: Plan, operation: str, implementation: str | None) -> str:
 
 
 def _check_operands(x_name, x, length, s_name, s, s_shape, implementation) -> None:
-    allowed = PAYLOAD_DTYPES if implementation in ("cpu", "ptx") else (*PAYLOAD_DTYPES, "float64")
+    allowed = payload_dtypes(implementation)
     if x.ndim != 2 or x.shape[0] != length or x.shape[1] < 1 or x.dtype.name not in allowed:
         raise ValueError(
             f"{x_name} is {x.dtype}{list(x.shape)}: this plan and implementation="

@@ -7,8 +7,11 @@ import os
 import jax
 import jaxlib.version
 
+from jax_moe._arguments import number
+
 OLDEST_JAXLIB = (0, 11, 2)
 FIRST_UNTRIED_JAXLIB = (0, 13)
+LONGEST_TIMEOUT_S = 1e9
 
 
 def _check_jaxlib() -> None:
@@ -53,8 +56,23 @@ def _register() -> None:
 _register()
 
 
+def check_timeout(name: str, value: float) -> float:
+    """The value as seconds to wait.
+
+    Raises:
+      ValueError: it is not positive, or too long to count in nanoseconds.
+      TypeError: it is no number.
+    """
+    seconds = number(name, value)
+    if not 0 < seconds < LONGEST_TIMEOUT_S:
+        raise ValueError(
+            f"{name}={value}: must be > 0 seconds and < {LONGEST_TIMEOUT_S:g}, which is 31 years."
+        )
+    return seconds
+
+
 def register_group(key: int, timeout_s: float, description: str) -> None:
-    """Makes a group known to the native side, or changes its timeout.
+    """Makes a group known to the native side, or opens it again with a new timeout.
 
     Args:
       key: the group's stable hash, as in the calls' attributes.
@@ -62,11 +80,10 @@ def register_group(key: int, timeout_s: float, description: str) -> None:
       description: what error messages call the group.
 
     Raises:
-      ValueError: the timeout is not a positive number.
+      ValueError: the timeout is out of range.
+      TypeError: it is no number.
     """
-    if not timeout_s > 0:
-        raise ValueError(f"timeout_s={timeout_s}: must be > 0 seconds.")
-    _native.register_group(key, float(timeout_s), description)
+    _native.register_group(key, check_timeout("timeout_s", timeout_s), description)
 
 
 def close_group(key: int) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import math
-import operator
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +12,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from jax_moe import _cuda, _ffi
+from jax_moe._arguments import instance, integer
 
 AXIS_NAMES = ("data", "node", "rank")
 
@@ -39,9 +39,12 @@ def make_mesh(
 
     Raises:
       ValueError: the sizes do not multiply to the number of devices.
+      TypeError: a size is no integer, or `devices` holds something else.
     """
     devices = np.asarray(jax.devices() if devices is None else devices).reshape(-1)
-    sizes = [data, node, rank]
+    for device in devices:
+        instance("an element of devices", device, jax.Device, "a jax.Device")
+    sizes = [integer(*size) for size in (("data", data), ("node", node), ("rank", rank))]
     text = f"make_mesh(data={data}, node={node}, rank={rank}) on {devices.size} devices"
     if sizes.count(-1) > 1 or any(size < 1 and size != -1 for size in sizes):
         raise ValueError(f"{text}: sizes must be >= 1, and at most one may be -1 (fill).")
@@ -71,18 +74,6 @@ def _more(devices: np.ndarray, wanted: int) -> str:
     )
 
 
-def integer(name: str, value) -> int:
-    """The value as an int, numpy's included.
-
-    Raises:
-      TypeError: it is no integer.
-    """
-    try:
-        return operator.index(value)
-    except TypeError:
-        raise TypeError(f"{name}={value!r}: must be an integer.") from None
-
-
 @dataclasses.dataclass(frozen=True)
 class ExpertGroup:
     """The ranks among which experts are spread, built once and before any tracing.
@@ -102,12 +93,13 @@ class ExpertGroup:
         on few devices.
       num_nodes: nodes in the group's topology; by default the size of axes[0] where there are
         two axes, else 1. It sets the order of summation of `combine`.
-      timeout_s: seconds that a call waits for the other ranks before it fails by name.
+      timeout_s: seconds that a call waits for the other ranks before it fails by name; below 1e9.
       num_sms: SMs of a GPU that one call may use (implementation="ptx"); None for all.
       link_sms: SMs of these that send to other GPUs; None for a good number.
 
     Raises:
       ValueError: an axis is not in the mesh, or the ranks do not divide into the nodes.
+      TypeError: an argument is of the wrong type.
       RuntimeError: another process did not build the group in time.
 
     Source: docs/design.md, "Groups, ranks and virtual ranks".
@@ -122,12 +114,8 @@ class ExpertGroup:
     link_sms: int | None = None
 
     def __post_init__(self):
-        if not isinstance(self.mesh, Mesh | AbstractMesh):
-            raise TypeError(
-                f"ExpertGroup of a {type(self.mesh).__name__}: it is made from a mesh, as of "
-                "jax_moe.make_mesh."
-            )
-        axes = (self.axes,) if isinstance(self.axes, str) else tuple(self.axes)
+        instance("mesh", self.mesh, (Mesh, AbstractMesh), "a mesh, as jax_moe.make_mesh makes")
+        axes = tuple(self.axes) if isinstance(self.axes, list | tuple) else (self.axes,)
         object.__setattr__(self, "axes", axes)
         missing = [axis for axis in axes if axis not in self.mesh.axis_names]
         if missing or not axes or len(set(axes)) != len(axes):
@@ -136,22 +124,16 @@ class ExpertGroup:
                 f"are {self.mesh.axis_names}; name them with axes=(node axis, rank axis)."
             )
         for name in ("virtual_ranks", "num_nodes", "num_sms", "link_sms"):
-            if getattr(self, name) is not None:
-                object.__setattr__(self, name, integer(name, getattr(self, name)))
-        if self.virtual_ranks < 1:
-            raise ValueError(f"virtual_ranks={self.virtual_ranks}: must be >= 1.")
+            if name == "virtual_ranks" or getattr(self, name) is not None:
+                object.__setattr__(self, name, integer(name, getattr(self, name), 1))
         if self.num_nodes is None:
             nodes = self.mesh.shape[axes[0]] if len(axes) == 2 else 1
             object.__setattr__(self, "num_nodes", nodes)
-        if self.nodes < 1 or self.num_ranks % self.nodes:
+        if self.num_ranks % self.nodes:
             raise ValueError(
                 f"num_nodes={self.num_nodes}: must divide the group's {self.num_ranks} ranks "
                 f"({self.num_devices} devices x {self.virtual_ranks} virtual ranks)."
             )
-        for name in ("num_sms", "link_sms"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name}={value}: must be >= 1 SM, or None.")
         _ffi.register_group(self.key, self.timeout_s, str(self))
         _cuda.set_up(self)
 
@@ -227,8 +209,12 @@ class ExpertGroup:
             `timeout_s`, but at most 10.
 
         Raises:
-          ValueError: a number is not positive.
+          ValueError: a number is not positive, or 1e9 or more.
+          TypeError: one is no number.
         """
+        timeout_s = _ffi.check_timeout("timeout_s", timeout_s)
+        if flight_timeout_s is not None:
+            flight_timeout_s = _ffi.check_timeout("flight_timeout_s", flight_timeout_s)
         _ffi.register_group(self.key, timeout_s, str(self))
         if _cuda.serves(self):
             _cuda.set_timeouts(self, timeout_s, flight_timeout_s)
@@ -236,9 +222,10 @@ class ExpertGroup:
     def close(self) -> None:
         """Tears the group down: calls of it, compiled ones too, fail by name until `rebuild`.
 
-        Equal groups are one group: this closes them all. On GPUs it waits for the calls that run
-        and frees the pools; a CUDA graph that holds a call gives NaN from then on. On CPU devices
-        calls that wait fail, and those whose ranks have all come finish.
+        Equal groups are one group: this closes them all. On GPUs
+        it waits for the calls that run and frees the pools; a CUDA graph that holds a call gives
+        NaN from then on. On CPU devices calls that wait fail, and those whose ranks have all come
+        finish.
 
         Raises:
           RuntimeError: another process did not close it in time; it is closed here, but the memory
@@ -284,14 +271,13 @@ class ExpertGroup:
           dtype: type of the tokens.
 
         Raises:
+          ValueError: implementation="ptx" has no such calls.
           MemoryError: no room beside XLA's preallocation.
           RuntimeError: another process did not make the same call in time.
         """
         if _cuda.serves(self):
-            size = _cuda.payload_bytes(hidden, dtype)
-            _cuda.reserve(
-                self, tokens=tokens, top_k=top_k, num_experts=num_experts, payload_bytes=size
-            )
+            sizes = _cuda.pool_sizes(self.num_ranks, tokens, top_k, num_experts, hidden, dtype)
+            _cuda.reserve(self, *sizes)
 
     def check(self) -> None:
         """Raises the faults that calls on GPUs left; to be called every step.
@@ -322,3 +308,8 @@ class ExpertGroup:
         zero = jnp.int32(0)
         instance = jax.lax.axis_index(self.other_axes) if self.other_axes else zero
         return jnp.stack([instance, jax.lax.axis_index(self.axes)]).astype(jnp.int32)
+
+
+def check_group(group: ExpertGroup) -> None:
+    """Refuses what is no group."""
+    instance("group", group, ExpertGroup, "a jax_moe.ExpertGroup, which is made from a mesh")

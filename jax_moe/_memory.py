@@ -7,8 +7,10 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
+from jax_moe import _implementation
+from jax_moe._arguments import integers, payload_dtype
 from jax_moe._exchange import ROWS_NAME
-from jax_moe._plan import PLAN_NAME
+from jax_moe._plan import PLAN_NAME, check_experts
 
 save_plan = jax.checkpoint_policies.save_only_these_names(PLAN_NAME)
 """Policy of `jax.checkpoint`: keeps plans; tokens travel again and experts are recomputed."""
@@ -48,15 +50,27 @@ def saved_bytes(
       implementation: "ptx" keeps the arrivals too, int32 [R*T, K].
 
     Raises:
-      ValueError: no such policy.
+      ValueError: no such policy or implementation, or sizes that contradict each other.
+      TypeError: a size is no integer.
     """
     if policy not in ("save_plan", "save_rows"):
         raise ValueError(f'policy={policy!r}: must be "save_plan" or "save_rows".')
+    _implementation.check_name(implementation)
+    tokens, top_k, num_experts, num_ranks, capacity, hidden = integers(
+        tokens=tokens,
+        top_k=top_k,
+        num_experts=num_experts,
+        num_ranks=num_ranks,
+        capacity=capacity,
+        hidden=hidden,
+    )
+    check_experts(num_experts, num_ranks)
+    row_bytes = hidden * payload_dtype("dtype", dtype, implementation).itemsize
     pairs = tokens * top_k
     words = 2 * pairs + capacity + num_experts // num_ranks  # ids, positions; sources; group sizes
     if implementation == "ptx":
         words += num_ranks * pairs
     if policy == "save_rows":
         words += capacity  # row_s
-        return 4 * words + capacity * hidden * jnp.dtype(dtype).itemsize
+        return 4 * words + capacity * row_bytes
     return 4 * words

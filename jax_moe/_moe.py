@@ -16,15 +16,16 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
 
 from jax_moe import _balance, _implementation
+from jax_moe._arguments import array, float_dtype, instance, integer, integers, payload_dtype
 from jax_moe._balance import MoEStats, RouterBias
 from jax_moe._exchange import combine, dispatch
-from jax_moe._group import ExpertGroup
+from jax_moe._group import ExpertGroup, check_group
 from jax_moe._grouped_matmul import ROW_ALIGNMENT, Engine, choose_engine
 from jax_moe._grouped_swiglu import grouped_swiglu
 from jax_moe._implementation import vary_alike
-from jax_moe._plan import Plan, plan, with_padding
+from jax_moe._plan import Plan, check_capacity, check_experts, plan, with_padding
 from jax_moe._rounding import sum_dtype
-from jax_moe._router import RouterConfig, route
+from jax_moe._router import RouterConfig, check_config, route
 
 
 class MoE(nnx.Module):
@@ -57,7 +58,10 @@ class MoE(nnx.Module):
       rngs: the stream `params` is used.
 
     Raises:
-      ValueError: the numbers contradict each other, or a routing group would straddle two nodes.
+      ValueError: the numbers contradict each other, a routing group would straddle two nodes, or
+        the implementation does not carry the dtype.
+      TypeError: an argument is of the wrong type.
+      NotImplementedError: the named implementation cannot serve the group.
 
     Source: DeepSeek-V3 technical report, section 2.1.2.
     """
@@ -79,8 +83,14 @@ class MoE(nnx.Module):
         implementation: _implementation.Name | None = None,
         rngs: nnx.Rngs,
     ):
-        _check_sizes(hidden, width, config, group, num_shared, shared_width)
-        _implementation.check_name(implementation)
+        _check_place(config, group)
+        hidden, width = integers(hidden=hidden, width=width)
+        num_shared, shared_width = _check_shared(num_shared, shared_width)
+        capacity, capacity_factor = check_capacity(capacity, capacity_factor)
+        name = _implementation.resolve(implementation, group)
+        dtype = None if dtype is None else payload_dtype("dtype", dtype, name)
+        param_dtype = float_dtype("param_dtype", param_dtype)
+        instance("rngs", rngs, nnx.Rngs, "a flax.nnx.Rngs, such as nnx.Rngs(0)")
         self.hidden, self.width, self.dtype = hidden, width, dtype
         self.config = config.resolve(group.nodes)
         self.settings = _Settings(self.config, group, capacity, capacity_factor, implementation)
@@ -121,24 +131,36 @@ class MoE(nnx.Module):
         Returns:
           (y of x's shape, of the layer's dtype, `MoEStats`).
         """
+        x = array("x", x)
         self._check_tokens(x)
-        if mask is not None and (mask.shape != x.shape[:-1] or mask.dtype != jnp.bool_):
-            raise ValueError(
-                f"mask is {mask.dtype}{list(mask.shape)}: it must be bool{list(x.shape[:-1])}, "
-                "True for real tokens."
-            )
+        mask = _balance.check_mask(mask, x.shape[:-1])
         if mask is not None:  # selected, not multiplied: padding may hold NaN
             x = jnp.where(mask[..., None], x, 0)
         dtype = self.dtype or np.promote_types(x.dtype, self.gate_up.dtype)
         weights = self.router[...], self.bias[...], self.gate_up[...], self.down[...]
-        forced = None if expert_ids is None else expert_ids.reshape(-1, expert_ids.shape[-1])
+        forced = None if expert_ids is None else self._check_ids(expert_ids, x.shape[:-1])
         y, logits, chosen, totals = _routed_experts(self.settings, dtype, x, mask, forced, *weights)
         if self.shared_gate_up is not None and self.shared_down is not None:
             y = y + _dense_swiglu(x, self.shared_gate_up[...], self.shared_down[...], dtype)
         aux_loss = _balance.sequence_balance_loss(logits, mask, self.config, chosen=chosen)
         return y, _make_stats(totals, aux_loss)
 
+    def _check_ids(self, expert_ids: Array, batch: tuple[int, ...]) -> Array:
+        """The given ids as [tokens, K]."""
+        ids, wanted = array("expert_ids", expert_ids), (*batch, self.config.top_k)
+        if ids.shape != wanted or ids.dtype != jnp.int32:
+            raise ValueError(
+                f"expert_ids is {ids.dtype}{list(ids.shape)}: must be int32{list(wanted)}, top_k "
+                "ids for each token."
+            )
+        return ids.reshape(-1, self.config.top_k)
+
     def _check_tokens(self, x: Array) -> None:
+        if jax.sharding.get_abstract_mesh().manual_axes:
+            raise ValueError(
+                "MoE was called inside a jax.shard_map, and is one itself: call it outside, with "
+                "the tokens of all devices, or build on plan, dispatch and combine inside."
+            )
         if x.ndim < 2 or x.shape[-1] != self.hidden or not jnp.issubdtype(x.dtype, jnp.floating):
             raise ValueError(
                 f"x is {x.dtype}{list(x.shape)}: it must be floating point [..., length, "
@@ -192,40 +214,27 @@ class _Totals:
     entropy: Array
 
 
-def _check_sizes(
-    hidden: int,
-    width: int,
-    config: RouterConfig,
-    group: ExpertGroup,
-    num_shared: int,
-    shared_width: int | None,
-) -> None:
-    if not isinstance(config, RouterConfig) or not isinstance(group, ExpertGroup):
-        raise TypeError(
-            f"config is a {type(config).__name__} and group a {type(group).__name__}: they must be "
-            "a jax_moe.RouterConfig and a jax_moe.ExpertGroup, which is made from a mesh."
-        )
-    if hidden < 1 or width < 1 or num_shared < 0:
-        raise ValueError(
-            f"hidden={hidden}, width={width}, num_shared={num_shared}: hidden and width must be "
-            "at least 1, num_shared at least 0."
-        )
-    if shared_width is not None and (shared_width < 1 or not num_shared):
-        raise ValueError(
-            f"shared_width={shared_width} with num_shared={num_shared}: it is the width of the "
-            "shared experts together, at least 1, and needs num_shared >= 1; leave it None for "
-            "num_shared * width or for no shared experts."
-        )
-    if config.num_experts % group.num_ranks:
-        raise ValueError(
-            f"num_experts={config.num_experts} is not a multiple of the {group.num_ranks} ranks "
-            f"of {group}: every rank holds the same number of experts. Change one of them."
-        )
+def _check_place(config: RouterConfig, group: ExpertGroup) -> None:
+    check_config(config)
+    check_group(group)
+    check_experts(config.num_experts, group.num_ranks)
     if not group.mesh.are_all_axes_auto:
         raise ValueError(
             f"MoE reshapes and spreads tokens whatever their sharding, but the axes of its mesh "
             f"are {group.mesh.axis_types}: make them Auto, as jax_moe.make_mesh does."
         )
+
+
+def _check_shared(num_shared: int, shared_width: int | None) -> tuple[int, int | None]:
+    num_shared = integer("num_shared", num_shared, 0)
+    if shared_width is None:
+        return num_shared, None
+    if not num_shared:
+        raise ValueError(
+            f"shared_width={shared_width} with num_shared=0: it is the width of the shared experts "
+            "together; leave it None without any."
+        )
+    return num_shared, integer("shared_width", shared_width, 1)
 
 
 def _make_experts(rngs, kernel_init, dtype, group: ExpertGroup, shape) -> nnx.Param:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from jax_moe import _implementation
-from jax_moe._group import ExpertGroup, integer
+from jax_moe._arguments import array, integer, integers, number
+from jax_moe._group import ExpertGroup, check_group
 from jax_moe._reference import align_up
 
 Tail = Literal["zero", "undefined"]
@@ -97,7 +98,15 @@ def row_capacity(
 
     Returns:
       A number of rows, a multiple of `alignment`.
+
+    Raises:
+      ValueError: a number is below 1, or the ranks do not divide the experts.
+      TypeError: a number is no integer.
     """
+    sizes = dict(tokens=tokens, top_k=top_k, num_experts=num_experts, num_ranks=num_ranks)
+    tokens, top_k, num_experts, num_ranks, alignment = integers(**sizes, alignment=alignment)
+    _, capacity_factor = check_capacity(None, capacity_factor)
+    check_experts(num_experts, num_ranks)
     per_rank = num_experts // num_ranks
     if capacity_factor is None:
         rows = num_ranks * tokens * min(top_k, per_rank)
@@ -105,6 +114,33 @@ def row_capacity(
         # Past int32 in any case: `plan` refuses that by name.
         rows = max(1, math.ceil(min(capacity_factor * tokens * top_k, 2.0**31)))
     return with_padding(rows, per_rank, alignment)
+
+
+def check_experts(num_experts: int, num_ranks: int) -> None:
+    """Refuses experts of which the ranks cannot all hold the same number."""
+    if num_experts < 1 or num_experts % num_ranks:
+        raise ValueError(
+            f"num_experts={num_experts}: must be a positive multiple of the group's "
+            f"{num_ranks} ranks; add experts or use a smaller group."
+        )
+
+
+def check_capacity(capacity: Any, capacity_factor: Any) -> tuple[int | None, float | None]:
+    """The two as numbers; refuses both at once, and what can be no capacity.
+
+    Raises:
+      ValueError: both are given, or one is out of range.
+      TypeError: one is no number.
+    """
+    if capacity is not None and capacity_factor is not None:
+        raise ValueError(
+            f"capacity={capacity} and capacity_factor={capacity_factor}: give one of them."
+        )
+    if capacity_factor is not None:
+        capacity_factor = number("capacity_factor", capacity_factor)
+        if not 0 < capacity_factor < math.inf:
+            raise ValueError(f"capacity_factor={capacity_factor}: must be a finite number > 0.")
+    return None if capacity is None else integer("capacity", capacity, 1), capacity_factor
 
 
 def with_padding(rows: int, experts_per_rank: int, alignment: int) -> int:
@@ -150,10 +186,13 @@ def plan(
 
     Raises:
       ValueError: wrong shapes, dtypes or sizes, or called outside a shard_map over the group.
+      TypeError: an argument is of the wrong type.
       NotImplementedError: the named implementation does not run on these devices; or under vmap.
 
     Source: docs/design.md, "Semantics".
     """
+    expert_ids = array("expert_ids", expert_ids)
+    check_group(group)
     spec = _make_spec(
         expert_ids, group, num_experts, capacity, capacity_factor, alignment, tail, implementation
     )
@@ -180,21 +219,9 @@ def _make_spec(
             f"multiple of the device's {group.virtual_ranks} virtual ranks and its second >= 1; "
             "ranks short of tokens pass rows of -1."
         )
-    num_experts, alignment = integer("num_experts", num_experts), integer("alignment", alignment)
-    capacity = None if capacity is None else integer("capacity", capacity)
-    if num_experts < 1 or num_experts % group.num_ranks:
-        raise ValueError(
-            f"num_experts={num_experts}: must be a positive multiple of the group's "
-            f"{group.num_ranks} ranks; add experts or use a smaller group."
-        )
-    if alignment < 1:
-        raise ValueError(f"alignment={alignment}: must be >= 1 row.")
-    if capacity is not None and capacity_factor is not None:
-        raise ValueError(
-            f"capacity={capacity} and capacity_factor={capacity_factor}: give one of them."
-        )
-    if capacity_factor is not None and not 0 < capacity_factor < math.inf:
-        raise ValueError(f"capacity_factor={capacity_factor}: must be a finite number > 0.")
+    num_experts, alignment = integer("num_experts", num_experts), integer("alignment", alignment, 1)
+    check_experts(num_experts, group.num_ranks)
+    capacity, capacity_factor = check_capacity(capacity, capacity_factor)
     tokens = leading // group.virtual_ranks
     if capacity is None:
         capacity = row_capacity(
@@ -207,11 +234,11 @@ def _make_spec(
         )
     # Row numbers, and the numbers of (token, k) pairs in the group, are int32.
     largest = max(group.num_ranks * tokens * top_k + num_experts * alignment, capacity)
-    if not 0 < capacity or largest >= 2**31:
+    if largest >= 2**31:
         raise ValueError(
             f"capacity={capacity} rows, {group.num_ranks} ranks x {tokens} tokens x {top_k}: the "
-            "capacity must be >= 1, and it and the (token, k) pairs of the group < 2**31; "
-            "use fewer tokens a call."
+            "capacity and the (token, k) pairs of the group must each be < 2**31; use fewer "
+            "tokens a call."
         )
     name = _implementation.resolve(implementation, group)
     if tail is None:

@@ -118,10 +118,10 @@ def _prepare(spec: PlanSpec, need: Need, lowering: int) -> None:
     _ffi.cuda.check_call(group.key, *_sizes(spec, need), group.num_sms or 0)
     _cuda.reserve(
         group,
-        tokens=need.tokens,
-        top_k=need.top_k,
-        num_experts=spec.num_experts,
-        payload_bytes=need.payload_bytes,
+        need.tokens,
+        need.top_k,
+        spec.num_experts,
+        need.payload_bytes,
         lowering=lowering,
     )
 

@@ -4,12 +4,14 @@ import dataclasses
 import functools
 import math
 import operator
-from typing import Literal, NamedTuple, SupportsIndex
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
+
+from jax_moe._arguments import array, instance, integer, number
 
 _FLOAT32 = jnp.finfo(jnp.float32)
 _MAX_KEPT_GROUPS = 4  # a DeepSeek-V3 token goes to at most 4 nodes
@@ -32,7 +34,7 @@ class RouterConfig:
 
     Raises:
       ValueError: the numbers contradict each other.
-      TypeError: a count is not an integer.
+      TypeError: a count is not an integer, or the scale no number.
 
     Source: the gate of DeepSeek-V3 (technical report, section 2.1.2).
     """
@@ -48,7 +50,10 @@ class RouterConfig:
 
     def __post_init__(self) -> None:
         for name in ("num_experts", "top_k", "num_groups", "top_groups", "group_score_top"):
-            self._settle_count(name)
+            value = getattr(self, name)
+            if value is not None or name not in ("num_groups", "top_groups"):
+                object.__setattr__(self, name, integer(name, value, 1))
+        object.__setattr__(self, "scale", number("scale", self.scale))
         if self.num_groups == 1 and self.top_groups is None:
             object.__setattr__(self, "top_groups", 1)
         if self.top_k > self.num_experts:
@@ -63,17 +68,6 @@ class RouterConfig:
                 f"scale={self.scale} must be finite and positive: 1.0 leaves the weights alone."
             )
         self._check_groups()
-
-    def _settle_count(self, name: str) -> None:
-        value = getattr(self, name)
-        if value is None and name in ("num_groups", "top_groups"):
-            return
-        if isinstance(value, bool) or not isinstance(value, SupportsIndex):
-            raise TypeError(f"{name}={value!r} must be an integer.")
-        count = operator.index(value)
-        if count < 1:
-            raise ValueError(f"{name}={count} must be at least 1.")
-        object.__setattr__(self, name, count)  # NumPy integers become plain ones
 
     def _check_groups(self) -> None:
         num_groups, top_groups = self.num_groups, self.top_groups
@@ -137,8 +131,8 @@ class RouterConfig:
         Raises:
           ValueError: the groups do not fit the experts or, where set already, the nodes.
         """
+        self.check_nodes(num_nodes)
         if self.num_groups is not None:
-            self.check_nodes(num_nodes)
             return self
         return dataclasses.replace(
             self, num_groups=num_nodes, top_groups=min(_MAX_KEPT_GROUPS, num_nodes)
@@ -156,8 +150,7 @@ class RouterConfig:
         Raises:
           ValueError: num_groups is neither 1 nor unset nor a multiple of num_nodes.
         """
-        if num_nodes < 1:
-            raise ValueError(f"num_nodes={num_nodes} must be at least 1.")
+        num_nodes = integer("num_nodes", num_nodes, 1)
         if self.num_groups is not None and self.num_groups > 1 and self.num_groups % num_nodes:
             raise ValueError(
                 f"num_groups={self.num_groups} is not a multiple of num_nodes={num_nodes}: a group "
@@ -207,10 +200,13 @@ def route(
 
     Raises:
       ValueError: the shapes do not fit `config`.
-      TypeError: the logits or the bias are not floating point.
+      TypeError: the logits or the bias are not floating point, or an operand is no array.
 
     Source: the gate of DeepSeek-V3 (technical report, section 2.1.2).
     """
+    logits = array("logits", logits)
+    bias = None if bias is None else array("bias", bias)
+    expert_ids = None if expert_ids is None else array("expert_ids", expert_ids)
     _check_operands(logits, bias, config)
     logits = logits.astype(jnp.float32)
     scores = score(logits, config)
@@ -234,10 +230,16 @@ def log_score(logits: Array, config: RouterConfig) -> Array:
     return jax.nn.log_sigmoid(logits) if config.score == "sigmoid" else logits
 
 
+def check_config(config: RouterConfig) -> None:
+    """Refuses what is no routing configuration."""
+    instance("config", config, RouterConfig, "a jax_moe.RouterConfig")
+
+
 def _check_operands(logits: Array, bias: Array | None, config: RouterConfig) -> None:
-    for name, array in (("logits", logits), ("bias", bias)):
-        if array is not None and not jnp.issubdtype(array.dtype, jnp.floating):
-            raise TypeError(f"{name} have dtype {array.dtype}: a floating-point type is needed.")
+    check_config(config)
+    for name, operand in (("logits", logits), ("bias", bias)):
+        if operand is not None and not jnp.issubdtype(operand.dtype, jnp.floating):
+            raise TypeError(f"{name} have dtype {operand.dtype}: a floating-point type is needed.")
     if logits.ndim < 1 or logits.shape[-1] != config.num_experts:
         raise ValueError(
             f"logits have shape {logits.shape}: the last axis must be "

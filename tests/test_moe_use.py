@@ -155,7 +155,7 @@ def test_groups_are_settled_once_by_the_nodes():
         (
             {"num_experts": 12, "num_groups": 4, "top_groups": 2},
             {},
-            "not a multiple of the 8 ranks",
+            "multiple of the group's 8 ranks",
         ),
         ({}, {"num_shared": -1}, "num_shared=-1"),
         ({}, {"width": 0}, "width=0"),
@@ -180,7 +180,7 @@ def test_an_unknown_implementation_is_refused_at_once():
 
 
 def test_a_mesh_is_no_group():
-    with pytest.raises(TypeError, match="group a Mesh"):
+    with pytest.raises(TypeError, match="group is a Mesh"):
         jax_moe.MoE(12, 10, CONFIG, NODES_2.group.mesh, rngs=nnx.Rngs(0))
 
 

@@ -320,8 +320,8 @@ def test_config_is_static_and_comparable():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (dict(num_experts=0, top_k=1), "num_experts=0 must be at least 1"),
-        (dict(num_experts=4, top_k=0), "top_k=0 must be at least 1"),
+        (dict(num_experts=0, top_k=1), "num_experts=0: must be at least 1"),
+        (dict(num_experts=4, top_k=0), "top_k=0: must be at least 1"),
         (dict(num_experts=4, top_k=5), "top_k=5 is more than num_experts=4"),
         (dict(num_experts=8, top_k=2, num_groups=3, top_groups=1), "must divide num_experts=8"),
         (dict(num_experts=8, top_k=2, num_groups=4), "num_groups=4 needs top_groups"),
@@ -329,7 +329,7 @@ def test_config_is_static_and_comparable():
         (dict(num_experts=8, top_k=2, num_groups=2, top_groups=3), "top_groups=3 is more than"),
         (dict(num_experts=8, top_k=5, num_groups=4, top_groups=2), "top_k=5 is more than the 4"),
         (dict(num_experts=8, top_k=2, num_groups=8, top_groups=2), "group_score_top=2 is more"),
-        (dict(num_experts=8, top_k=2, group_score_top=0), "group_score_top=0 must be"),
+        (dict(num_experts=8, top_k=2, group_score_top=0), "group_score_top=0: must be"),
         (dict(num_experts=8, top_k=2, score="tanh"), "score='tanh' is unknown"),
         (dict(num_experts=8, top_k=2, scale=0.0), "scale=0.0 must be finite and positive"),
         (dict(num_experts=8, top_k=2, scale=float("nan")), "scale=nan must be finite"),

@@ -1,0 +1,104 @@
+"""What arguments of the public functions must be: a wrong one is refused by its name."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+PAYLOAD_DTYPES = ("float32", "bfloat16")
+
+
+def integer(name: str, value: Any, least: int | None = None) -> int:
+    """The value as an int, numpy's included; with `least` a size, which fits an int32.
+
+    Raises:
+      TypeError: it is no integer.
+      ValueError: it is no such size.
+    """
+    try:
+        found = None if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        found = None
+    if found is None:
+        raise TypeError(f"{name}={value!r}: must be an integer.")
+    if least is not None and not least <= found < 2**31:
+        raise ValueError(f"{name}={found}: must be at least {least} and less than 2**31.")
+    return found
+
+
+def integers(**values: Any) -> list[int]:
+    """The values as sizes of at least 1, by their names; see `integer`."""
+    return [integer(name, value, 1) for name, value in values.items()]
+
+
+def number(name: str, value: Any) -> float:
+    """The value as a float.
+
+    Raises:
+      TypeError: it is no real number; a string of one is none.
+    """
+    try:
+        return value.__float__()
+    except (AttributeError, TypeError):
+        raise TypeError(f"{name}={value!r}: must be a number.") from None
+
+
+def array(name: str, value: Any) -> jax.Array:
+    """The value as an array of JAX, whether it is one, one of numpy's, or lists of numbers.
+
+    Raises:
+      TypeError: it is none of these.
+    """
+    try:
+        return jnp.asarray(value)
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"{name} is a {type(value).__name__}: must be an array.") from error
+
+
+def float_dtype(name: str, value: Any) -> Any:
+    """The value as a dtype.
+
+    Raises:
+      TypeError: it is none, or not of floating point.
+    """
+    try:
+        found = None if value is None else jnp.dtype(value)  # NumPy's None is float64
+    except TypeError:
+        found = None
+    if found is None or not jnp.issubdtype(found, jnp.floating):
+        raise TypeError(f"{name}={value!r}: must be a floating-point type, such as jnp.bfloat16.")
+    return found
+
+
+def payload_dtypes(implementation: str) -> tuple[str, ...]:
+    """The types of rows that an implementation carries."""
+    return PAYLOAD_DTYPES if implementation in ("cpu", "ptx") else (*PAYLOAD_DTYPES, "float64")
+
+
+def payload_dtype(name: str, value: Any, implementation: str) -> Any:
+    """The value as a dtype of rows.
+
+    Raises:
+      TypeError: it is no floating-point type.
+      ValueError: the implementation does not carry it.
+    """
+    found, allowed = float_dtype(name, value), payload_dtypes(implementation)
+    if found.name not in allowed:
+        raise ValueError(
+            f'{name}={found}: implementation="{implementation}" carries {" or ".join(allowed)}; '
+            "take bfloat16 in place of float16."
+        )
+    return found
+
+
+def instance(name: str, value: Any, kinds: Any, wanted: str) -> None:
+    """Refuses what is of other classes.
+
+    Raises:
+      TypeError: it is; the message ends with what is `wanted`.
+    """
+    if not isinstance(value, kinds):
+        raise TypeError(f"{name} is a {type(value).__name__}: must be {wanted}.")
