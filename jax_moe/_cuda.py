@@ -37,6 +37,7 @@ _native = _ffi.cuda
 _refusals: dict[int, str] = {}  # why the runtime could not be set up
 _preflights: dict[int, Preflight] = {}  # of groups of several processes
 _timeouts_s: dict[int, float] = {}  # of calls, and of what processes do together
+_closed: set[int] = set()
 _watched = False
 
 
@@ -77,8 +78,8 @@ def serves(group: ExpertGroup) -> bool:
 def set_up(group: ExpertGroup) -> None:
     """Loads the kernels and registers the group, or notes why that cannot be done.
 
-    A group that is known already gets the timeout; if it is closed or broken it is rebuilt, unless
-    it is of several processes, which must all call `rebuild`.
+    A group that is known already gets the timeout; if it is closed it is rebuilt, and if it is
+    broken too, unless it is of several processes, which do not all know of that.
     """
     if not isinstance(group.mesh, Mesh) or _wrong_devices(group):
         return
@@ -112,6 +113,8 @@ def _set_up_together(group: ExpertGroup) -> None:
             _refusals[group.key] = found.obstacle
     if group.key not in _refusals:
         register(group)
+        if group.key in _closed:
+            rebuild(group)
 
 
 def _place(group: ExpertGroup) -> str:
@@ -246,6 +249,7 @@ def set_timeouts(group: ExpertGroup, timeout_s: float, flight_timeout_s: float |
 
 def close(group: ExpertGroup) -> None:
     """Ends all calls and frees the pools."""
+    _closed.add(group.key)
     with _together(group, "close") as gather:
         _native.close_group(group.key, gather)
 
@@ -254,6 +258,7 @@ def rebuild(group: ExpertGroup) -> None:
     """Zeroes the pools, allocating them again if need be."""
     with _together(group, "rebuild") as gather:
         _native.rebuild_group(group.key, gather)
+    _closed.discard(group.key)
 
 
 def check(group: ExpertGroup) -> None:

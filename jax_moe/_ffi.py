@@ -86,6 +86,11 @@ def register_group(key: int, timeout_s: float, description: str) -> None:
     _native.register_group(key, check_timeout("timeout_s", timeout_s), description)
 
 
+def set_timeout(key: int, timeout_s: float) -> None:
+    """Changes the timeout of a group that is known, and nothing else."""
+    _native.set_timeout(key, timeout_s)
+
+
 def close_group(key: int) -> None:
     """Closes a group: its calls, those that wait included, fail until it is registered again.
 

@@ -201,7 +201,7 @@ class ExpertGroup:
         """Sets how long calls of this group, and of equal ones, wait for missing ranks from now on.
 
         Building an equal group later sets it to that one's `timeout_s`. Of several processes each
-        sets its own.
+        sets its own. A closed group stays closed.
 
         Args:
           timeout_s: seconds until a rank that has not come to a call counts as missing.
@@ -215,14 +215,14 @@ class ExpertGroup:
         timeout_s = _ffi.check_timeout("timeout_s", timeout_s)
         if flight_timeout_s is not None:
             flight_timeout_s = _ffi.check_timeout("flight_timeout_s", flight_timeout_s)
-        _ffi.register_group(self.key, timeout_s, str(self))
+        _ffi.set_timeout(self.key, timeout_s)
         if _cuda.serves(self):
             _cuda.set_timeouts(self, timeout_s, flight_timeout_s)
 
     def close(self) -> None:
         """Tears the group down: calls of it, compiled ones too, fail by name until `rebuild`.
 
-        Equal groups are one group: this closes them all. On GPUs
+        Equal groups are one group: this closes them all, and building one opens them again. On GPUs
         it waits for the calls that run and frees the pools; a CUDA graph that holds a call gives
         NaN from then on. On CPU devices calls that wait fail, and those whose ranks have all come
         finish.

@@ -10,6 +10,9 @@ def targets(cuda_captured: bool = True) -> dict[str, dict[str, dict[str, object]
 def register_group(key: int, timeout_s: float, description: str) -> None:
     """See `jax_moe._ffi.register_group`."""
 
+def set_timeout(key: int, timeout_s: float) -> None:
+    """See `jax_moe._ffi.set_timeout`."""
+
 def close_group(key: int) -> None:
     """See `jax_moe._ffi.close_group`."""
 

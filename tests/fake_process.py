@@ -88,6 +88,9 @@ def life() -> None:
     group.rebuild()
     group.check()
     say("rebuilt", {"open": state.num_open, "misuses": state.misuses})
+    group.close()
+    jax_moe.ExpertGroup(mesh, virtual_ranks=2)
+    say("opened again", error_of(group.check))
     tokens = 100 + PROCESS
     say("other sizes", error_of(group.reserve, **SIZES | dict(tokens=tokens)))
     barrier("sizes")

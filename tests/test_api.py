@@ -300,6 +300,7 @@ def test_close_and_rebuild():
     ids = at.place(cases.expert_ids(case))
     want = np.asarray(program(ids))
     at.group.close()
+    at.group.set_timeout(30.0)  # which leaves it closed
     with pytest.raises(jax.errors.JaxRuntimeError, match=r"rebuild"):
         jax.block_until_ready(program(ids))
     at.group.rebuild()

@@ -243,6 +243,7 @@ def test_life_of_a_group(fake_gpus, caplog):
     with pytest.raises(ValueError, match=r"timeout_s=1000000000\.0: must be > 0 seconds and < 1"):
         group.set_timeout(1e9)
     group.close()
+    group.set_timeout(3.0)
     with pytest.raises(RuntimeError, match=r"is closed: call rebuild\(\)"):
         group.check()
     group.rebuild()

@@ -63,6 +63,7 @@ def test_pools_are_opened_by_the_others_and_closed_before_they_are_freed(steps):
         assert step["closed"]["open"] == 0
         assert "is closed" in step["closed"]["check"]
         assert step["rebuilt"] == {"open": 2, "misuses": 0}
+        assert step["opened again"] == "no error"
 
 
 def test_preflight_shows_every_pair(steps):

@@ -65,6 +65,7 @@ NB_MODULE(_native, module) {
       nb::arg("cuda_captured") = true);
   module.def("register_group", &jax_moe::RegisterGroup, nb::arg("key"), nb::arg("timeout_s"),
              nb::arg("description"));
+  module.def("set_timeout", &jax_moe::SetTimeout, nb::arg("key"), nb::arg("timeout_s"));
   module.def("close_group", &jax_moe::CloseGroup, nb::arg("key"));
   module.def("num_waiting", &jax_moe::NumWaiting);
   jax_moe::DefineCuda(module);

@@ -110,6 +110,13 @@ class Runtime {
     wake_.notify_one();
   }
 
+  void SetTimeout(int64_t key, std::chrono::duration<double> timeout) {
+    std::lock_guard lock(mutex_);
+    const auto found = groups_.find(key);
+    if (found != groups_.end()) found->second.timeout = timeout;
+    wake_.notify_one();
+  }
+
   void Close(int64_t key) {
     std::lock_guard lock(mutex_);
     const auto found = groups_.find(key);
@@ -387,6 +394,10 @@ void CallSite::Join(Arrival arrival) {
 
 void RegisterGroup(int64_t key, double timeout_s, std::string description) {
   Runtime::Get().Register(key, {std::chrono::duration<double>(timeout_s), std::move(description)});
+}
+
+void SetTimeout(int64_t key, double timeout_s) {
+  Runtime::Get().SetTimeout(key, std::chrono::duration<double>(timeout_s));
 }
 
 void CloseGroup(int64_t key) { Runtime::Get().Close(key); }

@@ -17,6 +17,8 @@ namespace jax_moe {
 // Puts a group into the registry, changes its timeout there (waiting calls see it at once), or
 // opens it again. Raises nothing; `timeout_s` is in seconds and > 0.
 void RegisterGroup(int64_t key, double timeout_s, std::string description);
+// Changes the timeout alone. Unknown keys are ignored.
+void SetTimeout(int64_t key, double timeout_s);
 // Calls of the group that wait, and those to come, fail. Unknown keys are ignored.
 void CloseGroup(int64_t key);
 
