@@ -2,13 +2,15 @@
 
 import errno
 import fcntl
+from types import SimpleNamespace
 
 import pytest
 import toy
 
 from train import config as configs
 from train import launch_local, processes
-from train.folder import check_folder, claim_folder, hold_folder
+from train.checkpoint import Checkpoints
+from train.folder import check_folder, claim_folder, hold_folder, told_what_to_do
 
 pytestmark = pytest.mark.cpu
 
@@ -46,6 +48,27 @@ def test_a_place_that_can_hold_no_run_is_refused_by_name(tmp_path, place):
     refusal = rf"^run_dir={folder} must be a folder .*--run-dir.*\.$"
     with pytest.raises(ValueError, match=refusal), hold_folder(folder):
         pass
+
+
+def test_a_file_that_cannot_be_written_is_named(tmp_path):
+    config = toy.changed(toy.CONFIG, run_dir=str(tmp_path))
+    (tmp_path / "config.part").mkdir()
+    told = rf"^{tmp_path}/config.part: Is a directory\. What {tmp_path} holds stays: make room"
+    with pytest.raises(RuntimeError, match=told), told_what_to_do(tmp_path):
+        claim_folder(config, "a text")
+
+
+def test_a_checkpoint_that_cannot_be_written_is_told_as_a_file(tmp_path, monkeypatch):
+    def fail(*_, **__):
+        raise ValueError("RESOURCE_EXHAUSTED: no space")  # as of tensorstore
+
+    checkpoints = Checkpoints(tmp_path)
+    for name in ("save", "close"):
+        monkeypatch.setattr(checkpoints._manager, name, fail)
+    told = rf"^{tmp_path}: RESOURCE_EXHAUSTED: no space\. What"
+    for write in (lambda: checkpoints.save(SimpleNamespace(step=1), {}), checkpoints.close):
+        with pytest.raises(RuntimeError, match=told), told_what_to_do(tmp_path):
+            write()
 
 
 def test_the_launcher_leaves_the_logs_of_a_run_alone(tmp_path):

@@ -93,6 +93,14 @@ def test_a_recording_of_another_model_is_refused(tmp_path):
         ids(mode="replay", file=str(path))
 
 
+@pytest.mark.parametrize("expert", [-2, 8])
+def test_a_recording_of_other_experts_is_refused(tmp_path, expert):
+    path = tmp_path / "ids.npy"
+    np.save(path, np.full((2, 8, 24, 2), expert, np.int32))
+    with pytest.raises(ValueError, match=rf"from {expert} to {expert}, .* are 0 to 7 \(-1"):
+        ids(mode="replay", file=str(path))
+
+
 @pytest.mark.parametrize("options", [{"mode": "replay"}, {"mode": "random", "file": "a.npy"}])
 def test_a_file_goes_with_replay_alone(options):
     with pytest.raises(ValueError, match=r"routing\.file"):

@@ -43,11 +43,19 @@ report.Reporter.step, checkpoint.Checkpoints.save = step_and_stop, save_and_die
 """
 
 
-def run(folder: Path, text: Path, status: int, at: dict[int, int] | None = None, *more: str) -> str:
+def run(
+    folder: Path,
+    text: Path,
+    status: int,
+    at: dict[int, int] | None = None,
+    *more: str,
+    before: str = "",
+) -> str:
     """Runs STEPS steps with a checkpoint every 4 and signals as asked; returns what it printed."""
     options = ["--run-dir", str(folder), "--data.file", str(text), "--steps", str(STEPS)]
     options += ["--save-every", "4", "--eval-every", "6", "--print-every", "1", *more]
-    before = SIGNALS.replace("{at}", repr({k: int(v) for k, v in at.items()})) if at else ""
+    if at:
+        before = SIGNALS.replace("{at}", repr({k: int(v) for k, v in at.items()}))
     done = subprocess.run(
         toy.command("train", "toy", *options, before=before),
         env=toy.environment(TRAIN_COMMAND="make train STEPS=12"),
@@ -116,6 +124,25 @@ def test_stopped_killed_and_gone_on_with_to_the_last_bit(whole, text, tmp_path):
         for folder in (whole[0], tmp_path)
     ]
     assert scores[0] == scores[1]
+
+
+FULL_DISK = """
+from train import report
+step = report.Reporter.step
+
+def step_on_a_full_disk(self, number, *rest):
+    if number == 5:
+        self._logs[0]._file = open("/dev/full", "a")
+    step(self, number, *rest)
+
+report.Reporter.step = step_on_a_full_disk
+"""
+
+
+def test_a_full_disk_is_told_and_leaves_the_last_checkpoint(text, tmp_path):
+    output = run(tmp_path, text, 1, before=FULL_DISK)
+    assert f"error: /dev/full: No space left on device. What {tmp_path} holds stays" in output
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["4"]
 
 
 def test_a_step_whose_gradient_alone_is_not_finite_is_left_out_of_the_plot(whole, tmp_path):

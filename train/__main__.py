@@ -16,6 +16,7 @@ from rich.text import Text
 from train import config as configs
 from train import processes
 from train.config import Config
+from train.folder import told_what_to_do
 from train.presets import CONFIGS
 
 
@@ -115,8 +116,10 @@ def train(config: Config, console: Console) -> int:
     if not processes.leads():
         return 0
     folder = config.folder
+    with told_what_to_do(folder):
+        picture = plot(folder)
     console.print(
-        f"checkpoint {folder / 'checkpoints'}, log {folder / 'log.jsonl'}, plot {plot(folder)}"
+        f"checkpoint {folder / 'checkpoints'}, log {folder / 'log.jsonl'}, plot {picture}"
     )
     console.print(f"text from it: {sample_command(folder)}")
     total = config.optimizer.total_steps

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -34,16 +36,20 @@ class Checkpoints:
 
         Returns once the copy is made, so the state may be given away. An earlier write that failed
         raises here, or in `close`.
+
+        Raises:
+          OSError: of such a write.
         """
         step = int(state.step)
         if step == self.latest:
             return
-        self._manager.save(
-            step,
-            args=ocp.args.Composite(
-                state=ocp.args.StandardSave(state), data=ocp.args.JsonSave(data_state)
-            ),
-        )
+        with _writing():
+            self._manager.save(
+                step,
+                args=ocp.args.Composite(
+                    state=ocp.args.StandardSave(state), data=ocp.args.JsonSave(data_state)
+                ),
+            )
 
     def restore(self, abstract_state: TrainState) -> tuple[TrainState, dict[str, Any]]:
         """Reads the last checkpoint.
@@ -68,5 +74,18 @@ class Checkpoints:
         return loaded["state"], loaded["data"]
 
     def close(self) -> None:
-        """Waits for the last checkpoint and gives up the folder."""
-        self._manager.close()
+        """Waits for the last checkpoint and gives up the folder.
+
+        Raises:
+          OSError: it could not be written.
+        """
+        with _writing():
+            self._manager.close()
+
+
+@contextmanager
+def _writing() -> Iterator[None]:
+    try:
+        yield
+    except ValueError as error:  # so it comes from the library, also where the disk is full
+        raise OSError(str(error)) from error

@@ -42,6 +42,23 @@ def hold_folder(folder: Path) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def told_what_to_do(folder: Path) -> Iterator[None]:
+    """Names the file that cannot be written, on a full disk say, and how the run goes on.
+
+    Raises:
+      RuntimeError: in place of an OSError of the block.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise RuntimeError(
+            f"{error.filename or folder}: {error.strerror or error}. What {folder} holds stays: "
+            "make room there or change its rights, and the same command goes on from the last "
+            f"checkpoint; or give another folder ({_OWN})."
+        ) from error
+
+
 def _lock(file: TextIO, folder: Path) -> None:
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -7,7 +7,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 import jax
@@ -19,7 +19,7 @@ from train import processes
 from train.checkpoint import Checkpoints
 from train.config import Config
 from train.data import Batch
-from train.folder import check_folder, claim_folder, hold_folder
+from train.folder import check_folder, claim_folder, hold_folder, told_what_to_do
 from train.profile import ProfileWindow
 from train.report import Reporter
 from train.sharding import make_group
@@ -96,7 +96,8 @@ class Run:
         self.batches, self.windows = source.batches, source.validation
         self.group = make_group(config.mesh)
         self.trainer = Trainer(config, self.group)
-        with ExitStack() as held:  # now that the configuration is known to be good
+        # Now that the configuration is known to be good.
+        with told_what_to_do(config.folder), ExitStack() as held:
             held.enter_context(hold_folder(config.folder))
             check_folder(config, source.digest)
             self.checkpoints = Checkpoints(config.folder, config.keep_checkpoints)
@@ -121,9 +122,10 @@ class Run:
         """Trains to `config.steps`; returns False where a signal stopped it before.
 
         Raises:
-          RuntimeError: a fault on the devices, or a step that is not finite, as `nan_guard` says.
+          RuntimeError: a fault on the devices, a step that is not finite, as `nan_guard` says, or a
+            file that cannot be written.
         """
-        with self._held:
+        with self._held, told_what_to_do(self.config.folder), self._saved_on_error():
             with stop_on_signal() as stopped:
                 state, start = self._start()
                 with Reporter(self.config, self.console, start, self.group) as reporter:
@@ -137,6 +139,16 @@ class Run:
             self.checkpoints.close()
             self.group.close()
         return step == self.config.steps
+
+    @contextmanager
+    def _saved_on_error(self) -> Iterator[None]:
+        """Where a file cannot be written, waits for the checkpoint that is being written."""
+        try:
+            yield
+        except OSError:
+            with suppress(OSError):
+                self.checkpoints.close()
+            raise
 
     def _start(self) -> tuple[TrainState, int]:
         if self.checkpoints.latest is None:

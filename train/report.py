@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import json
 import time
 from pathlib import Path
@@ -54,17 +55,25 @@ class Log:
         self._last = kept[-1] if kept else None
 
     def write(self, record: dict[str, Any]) -> None:
-        """Adds a record, at once; one that just repeats the last is left out."""
+        """Adds a record, at once; one that just repeats the last is left out.
+
+        Raises:
+          OSError: it cannot be written; names the file.
+        """
         if self._file is None or record == self._last:
             return
         self._last = record
-        self._file.write(json.dumps(record) + "\n")
-        self._file.flush()
+        try:
+            self._file.write(json.dumps(record) + "\n")
+            self._file.flush()
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, self._file.name) from error
 
     def close(self) -> None:
         """Closes the file."""
         if self._file is not None:
-            self._file.close()
+            with contextlib.suppress(OSError):  # `write` has told it
+                self._file.close()
 
 
 class TensorBoard:

@@ -69,6 +69,12 @@ class _Replay:
                 f"[{wanted[0]} layers, sequences, {length} tokens, top_k={model.top_k}]: record it "
                 "with python -m train.record_routing from a run of these sizes."
             )
+        if self._ids.size and not -1 <= self._ids.min() <= self._ids.max() < model.num_experts:
+            raise ValueError(
+                f"{file} holds expert ids from {self._ids.min()} to {self._ids.max()}, but the "
+                f"experts of this run are 0 to {model.num_experts - 1} (-1 for none): record it "
+                "from a run of as many experts."
+            )
 
     def __call__(self, tokens: Array) -> Array:
         rows = np.arange(tokens.shape[0]) % self._ids.shape[1]

@@ -51,7 +51,11 @@ def _parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     parser.add_argument("--tail", choices=("zero", "undefined"), help="of ours; default: its own")
     parser.add_argument("--repetitions", type=count, default=50, help="most of each program")
-    parser.add_argument("--seconds", type=float, default=200.0, help="about what all may take")
+    seconds = (
+        "after about so long each program is timed a few more times at most; compiling and "
+        "checking count, but are not cut short"
+    )
+    parser.add_argument("--seconds", type=float, default=200.0, help=seconds)
     parser.add_argument("--seed", type=int, default=0)
     _command_line.add_arguments(parser)
     return parser

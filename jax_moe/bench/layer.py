@@ -57,7 +57,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--devices", type=count, help="devices to use (on CPU, to make)")
     parser.add_argument("--virtual-ranks", type=count, default=1, help="ranks of each device")
     parser.add_argument("--repetitions", type=count, default=30, help="most of each program")
-    parser.add_argument("--seconds", type=float, default=60.0, help="about what timing may take")
+    seconds = "about what timing may take; compiling comes before, and takes what it takes"
+    parser.add_argument("--seconds", type=float, default=60.0, help=seconds)
     parser.add_argument("--no-parts", action="store_true", help="whole layers only")
     _command_line.add_arguments(parser)
     return parser

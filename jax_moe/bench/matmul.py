@@ -253,7 +253,8 @@ def _parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     parser.add_argument("--calls", type=count, default=10, help="in one timed region")
     parser.add_argument("--repetitions", type=count, default=10, help="most of each")
-    parser.add_argument("--seconds", type=float, default=1.0, help="about, for one operation")
+    seconds = "about what timing one operation may take; compiling comes before"
+    parser.add_argument("--seconds", type=float, default=1.0, help=seconds)
     _command_line.add_arguments(parser)
     return parser
 
