@@ -12,6 +12,8 @@ and `Combine` in `xla_ffi/cuda_handlers.cc`; `_ffi.py` registers them.
 
 from __future__ import annotations
 
+import itertools
+import threading
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -126,8 +128,11 @@ def _prepare(spec: PlanSpec, need: Need, lowering: int) -> None:
     )
 
 
-class _Lowerings:
-    """Numbers the programs as they are lowered, from 1."""
+_numbers = itertools.count(1)
+
+
+class _Lowerings(threading.local):
+    """Numbers the programs as they are lowered, each by one thread; others may do so meanwhile."""
 
     def __init__(self):
         self._last, self._number = None, 0
@@ -135,7 +140,7 @@ class _Lowerings:
     def number(self, ctx) -> int:
         program = ctx.module_context.channel_iterator  # one object a program
         if program is not self._last:
-            self._last, self._number = program, self._number + 1
+            self._last, self._number = program, next(_numbers)
         return self._number
 
 

@@ -6,6 +6,8 @@ import logging
 import math
 import re
 import subprocess
+import types
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import jax
@@ -16,7 +18,7 @@ from fake_driver import CPP, Settings, compile_cpp
 from jax.sharding import AbstractMesh, AxisType
 
 import jax_moe
-from jax_moe import _cuda, _ffi
+from jax_moe import _cuda, _ffi, _ptx
 
 ROOT = Path(__file__).parents[1]
 PARTS = (
@@ -322,6 +324,17 @@ def test_preflight_of_one_process(fake_gpus, monkeypatch):
     found = jax_moe.preflight(jax_moe.ExpertGroup(jax_moe.make_mesh(devices=jax.devices()[:2])))
     assert (found.obstacle, found.links[1].link, found.ordinals) == (None, "NVLink", {0: 0, 1: 1})
     assert str(found).splitlines()[-1] == 'implementation="ptx": possible'
+
+
+def test_programs_keep_their_numbers_while_other_threads_lower():
+    here, there = (
+        types.SimpleNamespace(module_context=types.SimpleNamespace(channel_iterator=object()))
+        for _ in range(2)
+    )
+    first = _ptx._lowerings.number(here)
+    with ThreadPoolExecutor(1) as pool:
+        other = pool.submit(_ptx._lowerings.number, there).result()
+    assert _ptx._lowerings.number(here) == first != other
 
 
 def test_concurrent_graphs_capture_no_call(monkeypatch):
