@@ -119,12 +119,12 @@ def _check_operands(x_name, x, length, s_name, s, s_shape, implementation) -> No
 # The rules call the differentiable functions, not the implementations, so that they can be
 # differentiated again.
 def _dispatch_impl(name: str, x, s, plan: Plan):
-    x, s, plan = _implementation.refuse_vmap("dispatch", x, s, plan)
+    x, s, plan = _implementation.check_later("dispatch", plan.spec.group, x, s, plan)
     return _implementation.module(name).dispatch(x, s, plan)
 
 
 def _combine_impl(name: str, rows, row_s, plan: Plan):
-    rows, row_s, plan = _implementation.refuse_vmap("combine", rows, row_s, plan)
+    rows, row_s, plan = _implementation.check_later("combine", plan.spec.group, rows, row_s, plan)
     return _implementation.module(name).combine(rows, row_s, plan)
 
 

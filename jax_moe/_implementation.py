@@ -138,26 +138,44 @@ def cast_varying(array: jax.Array, axes) -> jax.Array:
     return jax.lax.pcast(array, missing, to="varying") if missing else array
 
 
-def refuse_vmap(operation: str, *trees):
-    """The trees themselves; raises where any of their arrays is batched by `jax.vmap`.
+def check_later(operation: str, group: ExpertGroup, *trees):
+    """The trees themselves; refuses what is known only once they are transformed or lowered.
 
     Raises:
-      NotImplementedError: under vmap.
+      NotImplementedError: any of their arrays is batched by `jax.vmap`.
+      ValueError: (when lowered) the shard_map's mesh has other devices than the group's.
     """
-    return jax.tree.map(lambda array: _refuse_vmap_p.bind(array, operation=operation), trees)
+    bind = functools.partial(_check_later_p.bind, operation=operation, group=group)
+    return jax.tree.map(bind, trees)
 
 
-_refuse_vmap_p = Primitive("jax_moe_refuse_vmap")
-_refuse_vmap_p.def_impl(lambda x, *, operation: x)
-_refuse_vmap_p.def_abstract_eval(lambda x, *, operation: x)
-mlir.register_lowering(_refuse_vmap_p, lambda ctx, x, *, operation: [x])
+_check_later_p = Primitive("jax_moe_check_later")
+_check_later_p.def_impl(lambda x, *, operation, group: x)
+_check_later_p.def_abstract_eval(lambda x, *, operation, group: x)
 
 
-def _batched(args, dims, *, operation):
+def _lowered(ctx, x, *, operation, group):
+    mesh = getattr(ctx.module_context.axis_context, "mesh", None)
+    if isinstance(mesh, Mesh) and group.devices and tuple(mesh.devices.flat) != group.devices:
+        raise ValueError(
+            f"jax_moe.{operation} runs in a shard_map over {_ids(mesh.devices.flat)}, but the "
+            f"group's mesh has {_ids(group.devices)}, in that order: use one mesh for both."
+        )
+    return [x]
+
+
+def _ids(devices) -> str:
+    return f"devices {[device.id for device in devices]}"
+
+
+mlir.register_lowering(_check_later_p, _lowered)
+
+
+def _batched(args, dims, *, operation, group):
     raise NotImplementedError(
         f"jax_moe.{operation} cannot be vmapped: an exchange is one event on all ranks. Fold the "
         "batch into the tokens, or loop over it with jax.lax.scan."
     )
 
 
-batching.primitive_batchers[_refuse_vmap_p] = _batched
+batching.primitive_batchers[_check_later_p] = _batched

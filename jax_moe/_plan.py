@@ -198,7 +198,7 @@ def plan(
     )
     _implementation.check_context(group, "plan")
     (expert_ids,) = _implementation.vary_alike(expert_ids, also=group.axes)
-    (expert_ids,) = _implementation.refuse_vmap("plan", expert_ids)
+    (expert_ids,) = _implementation.check_later("plan", group, expert_ids)
     arrays = _implementation.module(spec.implementation).plan(expert_ids, spec)
     return checkpoint_name(Plan(*arrays, spec=spec), PLAN_NAME)
 

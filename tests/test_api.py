@@ -175,6 +175,19 @@ def test_another_mesh():
         jax.eval_shape(mapped, operand(2, length=12, dtype="int32"))
 
 
+def test_a_mesh_of_other_devices():
+    group = jax_moe.ExpertGroup(jax_moe.make_mesh(rank=2, devices=jax.devices()[:2]))
+    for devices, words in ((jax.devices()[2:4], r"\[2, 3\]"), (jax.devices()[1::-1], r"\[1, 0\]")):
+        mapped = jax.shard_map(
+            lambda ids: jax_moe.plan(ids, group=group, num_experts=2).positions,
+            mesh=jax_moe.make_mesh(rank=2, devices=devices),
+            in_specs=P(group.axes),
+            out_specs=P(group.axes),
+        )
+        with pytest.raises(ValueError, match=rf"devices {words}, but .* \[0, 1\].*use one mesh"):
+            jax.jit(mapped).lower(jax.ShapeDtypeStruct((4, 1), "int32"))
+
+
 def test_mesh_axes_that_are_not_manual():
     mesh = jax_moe.make_mesh(data=2, node=2, rank=2)
     group = jax_moe.ExpertGroup(mesh)

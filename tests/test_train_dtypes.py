@@ -38,7 +38,7 @@ MOVES = {
     "dynamic_update_slice",
     "ffi_call",  # plan, dispatch, combine: they add in float32
     "gather",
-    "jax_moe_refuse_vmap",
+    "jax_moe_check_later",
     "name",
     "optimization_barrier",
     "pvary",
