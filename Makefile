@@ -17,7 +17,7 @@ EXTRAS := test,train
 JOBS ?= 2
 
 # Whatever environment is active, the ones below are used.
-unexport PYTHONPATH PYTHONHOME VIRTUAL_ENV
+unexport PYTHONPATH PYTHONHOME VIRTUAL_ENV PYTHONDONTWRITEBYTECODE
 export PYTHON
 # Python compiles what it imports; pip would compile all.
 export PIP_COMPILE := 0
