@@ -86,6 +86,12 @@ $(BUILD_VENV)/.build-requirements: $(BUILD_VENV)/.made pyproject.toml tests/cons
 	    $$($(BUILD_VENV)/bin/python tools/build_requirements.py)
 	@touch $@
 
+# Finds what the editable installation has compiled.
+build/wheel/.built: $(BUILD_VENV)/.build-requirements $(NATIVE_SOURCES) $(PYTHON_SOURCES) README.md
+	rm -rf build/wheel
+	$(BUILD_VENV)/$(PIP) wheel --no-build-isolation --no-deps --wheel-dir build/wheel .
+	@touch $@
+
 # With the oldest jaxlib the project is installed editable; with another, from the wheel that was
 # built against the oldest, because that is what users get.
 ifeq ($(VENV),$(BUILD_VENV))
@@ -93,11 +99,6 @@ $(VENV)/.installed: $(BUILD_VENV)/.build-requirements $(NATIVE_SOURCES)
 	$(VENV)/$(PIP) install -c $(CONSTRAINTS) --no-build-isolation --editable '.[$(EXTRAS)]'
 	@touch $@
 else
-build/wheel/.built: $(BUILD_VENV)/.build-requirements $(NATIVE_SOURCES) $(PYTHON_SOURCES) README.md
-	rm -rf build/wheel
-	$(BUILD_VENV)/$(PIP) wheel --no-build-isolation --no-deps --wheel-dir build/wheel .
-	@touch $@
-
 $(VENV)/.installed: $(VENV)/.made $(CONSTRAINTS) tests/constraints.txt build/wheel/.built
 	$(VENV)/$(PIP) install -c $(CONSTRAINTS) "$$(echo build/wheel/*.whl)[$(EXTRAS)]"
 	$(VENV)/$(PIP) install --force-reinstall --no-deps build/wheel/*.whl
@@ -120,5 +121,5 @@ format: $(TOOLS_VENV)/.installed
 	$(TOOLS_VENV)/bin/ruff format .
 	$(TOOLS_VENV)/bin/clang-format -i $(CXX_FILES)
 
-dist: $(BUILD_VENV)/.build-requirements
-	tools/check_dist.sh $(BUILD_VENV)/bin/python
+dist: build/wheel/.built
+	tools/check_dist.sh $(BUILD_VENV)/bin/python build/wheel/*.whl
