@@ -8,7 +8,7 @@ CPP = Path(__file__).parent / "cpp"
 
 
 def compile_cpp(output: Path, *arguments) -> Path:
-    command = ["g++", "-std=c++20", "-g", "-Wall", "-Wextra", "-Werror", "-o", output, *arguments]
+    command = ["g++", "-std=c++20", "-g1", "-Wall", "-Wextra", "-Werror", "-o", output, *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     return output
