@@ -29,6 +29,7 @@ def build(name: str, sanitizers: str) -> Path:
         "JAX_MOE_BUILD_EXTENSION": "OFF",
         "JAX_MOE_BUILD_TESTS": "ON",
         "JAX_MOE_SANITIZE": sanitizers,
+        "CMAKE_UNITY_BUILD": "ON",  # takes half the time
         "CMAKE_MAKE_PROGRAM": tool("ninja"),
     }
     configure = [tool("cmake"), "-S", str(ROOT / "xla_ffi"), "-B", str(folder), "-G", "Ninja"]

@@ -17,9 +17,6 @@
 namespace jax_moe {
 namespace {
 
-constexpr OperationKind kKinds[] = {OperationKind::kPlan, OperationKind::kDispatch,
-                                    OperationKind::kCombine};
-
 CallSpec Shape(int64_t ranks, int64_t virtual_ranks, int64_t nodes, int64_t experts_per_rank,
                int64_t tokens, int64_t top_k, int64_t hidden, int64_t capacity,
                int64_t alignment = 1, int64_t zero_tail = 1) {

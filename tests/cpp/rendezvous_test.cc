@@ -21,9 +21,6 @@ namespace {
 
 using std::chrono::milliseconds;
 
-constexpr OperationKind kKinds[] = {OperationKind::kPlan, OperationKind::kDispatch,
-                                    OperationKind::kCombine};
-
 CallSpec SmallSpec(int64_t group_key, int64_t ranks, int64_t virtual_ranks, int64_t nodes) {
   CallSpec spec;
   spec.group_key = group_key;

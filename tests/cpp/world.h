@@ -13,6 +13,9 @@
 
 namespace jax_moe {
 
+inline constexpr OperationKind kKinds[] = {OperationKind::kPlan, OperationKind::kDispatch,
+                                           OperationKind::kCombine};
+
 // How the tokens choose their experts.
 enum class Routing { kRandom, kOneExpert, kNone, kOutOfRange };
 
