@@ -58,7 +58,7 @@ bool Soak(World& world, const std::vector<Call>& calls) {
 // filled.
 bool StaysAway(int operation, bool silent) {
   World world(3, Mutant::kNone);
-  world.Rebuild(0, 20'000'000);
+  world.Rebuild(0, 500'000'000);
   const Call call = twin::DrawCall(3, 1);
   const uint32_t away = 2;
   if (silent) {
