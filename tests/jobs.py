@@ -16,7 +16,7 @@ from train import config as configs
 from train.config import MeshConfig
 from train.report import read_log
 
-STEPS = 20
+STEPS = 10
 CONFIG = toy.changed(
     toy.CONFIG,
     name="job",

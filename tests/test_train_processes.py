@@ -28,7 +28,7 @@ def job(tmp_path_factory) -> jobs.Job:
 
 @pytest.fixture(scope="module")
 def alone(job) -> np.ndarray:
-    """Losses of a run in one process, twice as long as the others."""
+    """Losses of a run in one process, of twice STEPS."""
     output = job.folder / "alone.txt"
     arguments = job.arguments("alone", "--steps", str(2 * jobs.STEPS))
     run = job.start(job.command("train", *arguments), output)
@@ -36,47 +36,29 @@ def alone(job) -> np.ndarray:
     return job.losses("alone")
 
 
-def test_two_processes_train_as_one_does_and_stop_together(job, alone):
-    output = job.folder / "two.txt"
-    arguments = ["--processes", "2", "--", *job.arguments("two", "--steps", "50000")]
-    run = job.start(job.command("train.launch_local", *arguments), output)
-    job.wait_for_step("two", jobs.STEPS, run, output)
-    run.send_signal(signal.SIGTERM)
-    printed = f"{output} {run.wait()}\n{output.read_text()}"
-    assert run.returncode == 130, printed
-    assert "stopped and saved; go on with: " in printed
-    assert "train.launch_local --processes 2 -- " in printed
-    losses = job.losses("two")
-    np.testing.assert_allclose(losses[: jobs.STEPS], alone[: jobs.STEPS], rtol=1e-5)
-    # Both processes stopped after the same step, or there would be no checkpoint of both.
-    assert job.checkpoints("two")[-1] == len(losses)
-    assert (job.folder / "two" / "logs" / "process-1.log").exists()
-
-
 def children(pid: int) -> list[int]:
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
-@pytest.mark.parametrize("steps", [0, 1])
-def test_a_killed_launcher_takes_its_processes_with_it(job, steps):
-    """Also those that it has only just started."""
-    name = f"killed{steps}"
+@pytest.mark.parametrize("watched", [False, True])
+def test_a_killed_launcher_takes_its_processes_with_it(job, watched):
+    """Also those that it has only just started; watchers come when all have met."""
+    name = f"killed-{watched}"
     output = job.folder / f"{name}.txt"
     arguments = ["--processes", "2", "--", *job.arguments(name, "--steps", "50000")]
     run = job.start(job.command("train.launch_local", *arguments), output)
-    while len(children(run.pid)) < 2:
+    started, watchers = [], []
+    while len(started) < 2 or (watched and len(watchers) < 2):
         assert run.poll() is None, output.read_text()
         time.sleep(0.02)
-    if steps:
-        job.wait_for_step(name, steps, run, output)
-    started = children(run.pid)
-    started += [watcher for pid in started for watcher in children(pid)]
-    left = [os.pidfd_open(pid) for pid in started]
+        started = children(run.pid)
+        watchers = [watcher for pid in started for watcher in children(pid)]
+    left = [os.pidfd_open(pid) for pid in started + watchers]
     run.kill()
     run.wait()
     try:
         for descriptor in left:
-            assert select.select([descriptor], [], [], 60)[0], started
+            assert select.select([descriptor], [], [], 60)[0], (started, watchers)
     finally:
         for descriptor in left:
             signal.pidfd_send_signal(descriptor, signal.SIGKILL)
@@ -165,29 +147,35 @@ report.Reporter.step = step_and_die
 """
 
 
-def on_hosts(job, number: int, victim: int | None = None) -> tuple[list[int], list[int], list[str]]:
-    """Trains with one process on each host to twice STEPS; `victim` dies 5 steps after STEPS.
+# Of the run that four hosts begin and two processes go on with; its checkpoint is at step STEPS.
+LENGTH = "--steps", "50000", "--save-every", str(jobs.STEPS)
+DIED = jobs.STEPS + 5
+
+
+@pytest.fixture(scope="module")
+def broken_off(job) -> tuple[list[int], list[int], list[str]]:
+    """Four hosts with a process each, of which host 2's dies after step DIED.
 
     Returns each process's id, exit status and output.
     """
-    length = "--steps", str(2 * jobs.STEPS), "--save-every", str(jobs.STEPS)
-    arguments = job.arguments("hosts", *length)
-    with hosts.Hosts(number, job.folder) as machines:
+    checkpoint = str(job.folder / "hosts" / "checkpoints" / str(jobs.STEPS))
+    dies = DIES_AFTER_STEP.format(number=DIED, checkpoint=checkpoint)
+    with hosts.Hosts(4, job.folder) as machines:
         processes, outputs = [], []
-        for index in range(number):
-            checkpoint = str(job.folder / "hosts" / "checkpoints" / str(jobs.STEPS))
-            dies = DIES_AFTER_STEP.format(number=jobs.STEPS + 5, checkpoint=checkpoint)
-            before = dies if index == victim else ""
+        for index in range(4):
+            command = job.command(
+                "train", *job.arguments("hosts", *LENGTH), before=dies if index == 2 else ""
+            )
             outputs.append(job.folder / f"host{index}.txt")
             environment = {
                 "JAX_COORDINATOR_ADDRESS": f"{machines.addresses[0]}:4000",
-                "JAX_NUM_PROCESSES": str(number),
+                "JAX_NUM_PROCESSES": "4",
                 "JAX_PROCESS_ID": str(index),
             }
             with outputs[-1].open("wb") as to:
                 process = machines.run(
                     index,
-                    job.command("train", *arguments, before=before),
+                    command,
                     env=job.environment | environment,
                     stdout=to,
                     stderr=subprocess.STDOUT,
@@ -197,25 +185,37 @@ def on_hosts(job, number: int, victim: int | None = None) -> tuple[list[int], li
     return [p.pid for p in processes], statuses, [output.read_text() for output in outputs]
 
 
-def test_of_four_hosts_one_dies_and_two_go_on_to_the_same_losses(job, alone):
-    """Four take STEPS steps without a break, and a few more; two the next STEPS."""
-    last = jobs.STEPS + 5
-    pids, statuses, outputs = on_hosts(job, 4, victim=2)
+def test_of_four_hosts_one_dies_and_all_say_so(job, alone, broken_off):
+    pids, statuses, outputs = broken_off
     printed = "\n".join(outputs)
     assert statuses == [LOST_PEER, LOST_PEER, -signal.SIGKILL, LOST_PEER], printed
     for index in (0, 1, 3):
-        where = rf"step {last}, running the step"
+        where = rf"step {DIED}, running the step"
         victim = rf"process 2 \(host host2, pid {pids[2]}\) died \({where}\)"
-        pattern = rf"error: process {index}, step ({last}|{last + 1}), [^:]*: {victim}"
+        pattern = rf"error: process {index}, step ({DIED}|{DIED + 1}), [^:]*: {victim}"
         assert re.search(pattern, outputs[index]), outputs[index]
     assert job.checkpoints("hosts") == [jobs.STEPS]
-    np.testing.assert_allclose(job.losses("hosts"), alone[:last], rtol=1e-5)
+    np.testing.assert_allclose(job.losses("hosts"), alone[:DIED], rtol=1e-5)
 
-    _, statuses, outputs = on_hosts(job, 2)
-    assert statuses == [0, 0], "\n".join(outputs)
-    assert f"going on from the checkpoint at step {jobs.STEPS}\n" in outputs[0]
-    assert job.checkpoints("hosts") == [jobs.STEPS, 2 * jobs.STEPS]
-    np.testing.assert_allclose(job.losses("hosts"), alone, rtol=1e-5)
+
+def test_two_processes_go_on_from_there_to_the_same_losses_and_stop_together(
+    job, alone, broken_off
+):
+    output = job.folder / "two.txt"
+    arguments = ["--processes", "2", "--", *job.arguments("hosts", *LENGTH)]
+    run = job.start(job.command("train.launch_local", *arguments), output)
+    job.wait_for_step("hosts", len(alone), run, output)
+    run.send_signal(signal.SIGTERM)
+    printed = f"{output} {run.wait()}\n{output.read_text()}"
+    assert run.returncode == 130, printed
+    assert f"going on from the checkpoint at step {jobs.STEPS}\n" in printed
+    assert "stopped and saved; go on with: " in printed
+    assert "train.launch_local --processes 2 -- " in printed
+    losses = job.losses("hosts")
+    np.testing.assert_allclose(losses[: len(alone)], alone, rtol=1e-5)
+    # Both processes stopped after the same step, or there would be no checkpoint of both.
+    assert job.checkpoints("hosts")[-1] == len(losses)
+    assert (job.folder / "hosts" / "logs" / "process-1.log").exists()
 
 
 @pytest.mark.skipif(not shutil.which("mpirun"), reason="needs Open MPI's mpirun")
