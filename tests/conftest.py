@@ -24,14 +24,21 @@ sys.path.append(str(Path(__file__).parents[1]))
 CASES = ("test_exchange", "test_gradients", "test_plan")
 
 
+LONG = (*CASES, "test_train_processes", "test_transformations")
+
+
 def pytest_collection_modifyitems(items):
     """What takes longest first, so that in the end no process is left alone with it."""
-    items.sort(key=lambda item: item.path.stem not in (*CASES, "test_train_processes"))
+    items.sort(key=lambda item: item.path.stem not in LONG)
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
-    """Keeps in one process what shares fixtures and compiled programs: a file, or these files."""
+    """Keeps in one process what shares fixtures and compiled programs: a file, or these files.
+
+    They are taken in the order above, where xdist would take first what has most tests.
+    """
+    config.option.loadscopereorder = False
     from xdist.scheduler import LoadScopeScheduling
 
     class ByPrograms(LoadScopeScheduling):
