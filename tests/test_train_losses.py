@@ -48,15 +48,17 @@ def losses(mesh: str, **changes) -> np.ndarray:
     return train(mesh, **changes)[0]
 
 
-@pytest.mark.parametrize("mesh", [mesh for mesh in toy.MESHES if mesh != FIRST])
+@pytest.mark.parametrize(
+    "mesh",
+    ["4 devices, 2 virtual ranks", "1 device, 8 virtual ranks", "1 device, 1 rank",
+     "2 replicas of 2 nodes of 2"],
+)  # fmt: skip
 def test_meshes(mesh):
     np.testing.assert_allclose(losses(mesh), losses(FIRST), rtol=1e-5)
 
 
-@pytest.mark.parametrize("implementation", ["xla", "reference"])
-def test_implementations(implementation):
-    found = losses(FIRST, implementation=implementation)
-    np.testing.assert_allclose(found, losses(FIRST), rtol=1e-5)
+def test_another_implementation():
+    np.testing.assert_allclose(losses(FIRST, implementation="xla"), losses(FIRST), rtol=1e-5)
 
 
 def test_cut_parameters_of_stacked_layers_recomputed(monkeypatch):
