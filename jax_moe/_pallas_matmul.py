@@ -2,10 +2,14 @@
 
 Both are one persistent kernel: a block a multiprocessor, which walks over tiles of the result. Of
 its three warpgroups the last copies operands from global memory into a ring of slots in shared
-memory; the other two multiply, 64 rows of the tile each, and write the result of a tile while the
-tensor cores are at the next one's first step. What differs is the table of tiles, what a step
-loads, and which part of a tile is stored: `product` stores a group's own rows alone, `outer`
-zeroes foreign rows in shared memory before it adds up.
+memory; the other two multiply, 64 rows of the accumulators each, and write the result of a tile
+while the tensor cores are at the next one's first two steps. What differs is the table of tiles,
+what a step loads, and which part of a tile is stored.
+
+`product` has the transposed result in its accumulators, the rows of a group across: a wgmma takes
+any multiple of 8 of them there, but always 64 down, and groups have any number of rows. A tile is
+128 columns of the result and up to 256 rows, of groups that are cut evenly. `outer` zeroes foreign
+rows in shared memory before it adds up.
 
 Pallas' words: a thread of it is a warpgroup; references (`.at[...]`) are views of memory, which
 copies and multiplications take; `commit_smem` lets the asynchronous proxy (TMA, wgmma) see what the
@@ -30,15 +34,22 @@ from jax.experimental.pallas import mosaic_gpu
 from jaxtyping import Array
 
 from jax_moe._implementation import cast_varying, varying_axes
-from jax_moe._pallas_operands import ALIGNMENT, TILE_ROWS, local_gpu
+from jax_moe._pallas_operands import ALIGNMENT, TILE, local_gpu
+from jax_moe._pallas_tiles import (
+    COUNTS,
+    MOST_ROWS,
+    in_panels,
+    rounded_up,
+    row_tiles,
+    runs,
+    shared_tiles,
+)
 
 plgpu: Any = mosaic_gpu  # whose annotations call its own classes abstract
 
-HALF = TILE_ROWS // 2  # rows of a warpgroup's part of a tile: those of one wgmma
+HALF = TILE // 2  # of a tile, for each of two warpgroups: the rows of one wgmma
 STEP = 64  # of the contracted dimension; 128 bytes of bfloat16, the widest swizzle
 SLOTS = 4  # 48 KiB each with the widest tile
-# Tiles that run at one time form a square of the result, so that operands come from the L2 cache.
-PANEL = 16
 PRODUCER = 2  # the warpgroup that copies
 
 
@@ -71,69 +82,80 @@ def product(
     """
     num_rows, inner = rows.shape
     width = weights.shape[1 if transposed else 2]
-    columns = _columns(width)
-    across, blocks = width // columns, _multiprocessors()
-    table, num_tiles = _row_tiles(starts, sizes, num_rows, virtual_ranks, zero_tail)
-    steps = inner // STEP
+    across, steps = width // TILE, inner // STEP
+    table, tiles_down = row_tiles(starts, sizes, num_rows, virtual_ranks, zero_tail)
+    shared = shared_tiles(tiles_down, across, _multiprocessors())
 
     def locate(refs, index):
-        table, total = refs[:2]
-        tiles = total[0] * across
-        beyond = index - (tiles - _halved(tiles, blocks))
-        is_half = beyond >= 0
-        index = jnp.where(is_half, index - beyond + beyond // 2, index)
-        row_tile, column_tile = _in_panels(index, total[0], across)
-        group, first, low, high = (table[i, row_tile] for i in range(4))
-        taken = jnp.where(is_half, lax.rem(beyond, 2) * HALF, 0)
-        low = jnp.maximum(low, taken)
-        high = jnp.maximum(low, jnp.minimum(high, taken + jnp.where(is_half, HALF, TILE_ROWS)))
-        half = lax.axis_index("wg") * HALF
-        own_low, own_high = (jnp.clip(edge - half, 0, HALF) for edge in (low, high))
+        table, (tiles_down, whole, parts) = refs[0], _scalars(refs[1])
+        beyond = jnp.maximum(index - whole, 0)
+        part = lax.rem(beyond, parts)
+        row_tile, column_tile = in_panels(index - beyond + beyond // parts, tiles_down, across)
+        group, down, low, high = (table[i, row_tile] for i in range(4))
+        rows_each = jnp.where(index < whole, high, rounded_up(high, parts * COUNTS.step) // parts)
+        high = jnp.clip(high - part * rows_each, 0, rows_each)
+        low = jnp.clip(low - part * rows_each, 0, high)
+        multiplies = (group >= 0) & (low < high)
         return _Tile(
             group=group,
-            down=pl.multiple_of(first, ALIGNMENT),
-            across=column_tile * columns,
-            steps=jnp.where((group < 0) | (low == high), 0, steps),
-            low=own_low,
-            high=own_high,
-            # A half without rows of its own need not multiply: the other one has all of the
-            # tensor cores then.
-            multiplies=(group >= 0) & (own_high > own_low),
+            down=pl.multiple_of(down + part * rows_each, ALIGNMENT),
+            across=column_tile * TILE,
+            steps=jnp.where(multiplies, steps, 0),
+            low=low,
+            high=high,
+            multiplies=multiplies,
         )
 
     def count(refs):
-        tiles = refs[1][0] * across
-        return tiles + _halved(tiles, blocks)
+        tiles_down, whole, parts = _scalars(refs[1])
+        return whole + (tiles_down * across - whole) * parts
 
     def load(refs, tile, step, a, b, barrier):
         rows, weights = refs[2:4]
         inner = pl.ds(step * STEP, STEP)
-        across = pl.ds(tile.across, columns)
-        plgpu.copy_gmem_to_smem(rows.at[pl.ds(tile.down, TILE_ROWS), inner], a, barrier)
+        across = pl.ds(tile.across, TILE)
         at = (tile.group, across, inner) if transposed else (tile.group, inner, across)
-        plgpu.copy_gmem_to_smem(weights.at[at], b, barrier)
+        plgpu.copy_gmem_to_smem(weights.at[at], a, barrier)
 
-    def multiply(total, refs, tile, step, a, b):
+        def copy(count):
+            own = b.at[pl.ds(0, count)]
+            plgpu.copy_gmem_to_smem(rows.at[pl.ds(tile.down, count), inner], own, barrier)
+
+        counts = range(HALF, MOST_ROWS + 1, HALF)
+        lax.switch((tile.high - 1) // HALF, [functools.partial(copy, n) for n in counts])
+
+    def multiply(total, refs, tile, step, a, b, count):
         del refs, tile, step
-        own = a.at[pl.ds(lax.axis_index("wg") * HALF, HALF)]
-        plgpu.wgmma(total, own, b.T if transposed else b)
+        own = pl.ds(lax.axis_index("wg") * HALF, HALF)
+        total = total if count == MOST_ROWS else total.at[:, pl.ds(0, count)]
+        rows = b.at[pl.ds(0, count)]
+        plgpu.wgmma(total, a.at[own] if transposed else a.at[:, own].T, rows.T)
 
-    def store(refs, place, column, block):
+    def store(refs, place, part, block, value):
         # A copy has a static size: any number of rows is a sum of powers of two.
-        out, row, left, size = refs[4], place.low, place.high - place.low, HALF
-        down = place.down + lax.axis_index("wg") * HALF
-        while size:
+        low, high = (jnp.clip(edge - part * HALF, 0, HALF) for edge in (place.low, place.high))
 
-            @pl.when(left & size != 0)
-            def _():
-                plgpu.copy_smem_to_gmem(
-                    block.at[pl.ds(row, size)],  # noqa: B023 (called at once)
-                    out.at[pl.ds(down + row, size), pl.ds(column, block.shape[1])],  # noqa: B023
-                    commit_group=False,
-                )
+        @pl.when(low < high)
+        def _():
+            plgpu.wait_smem_to_gmem(1, wait_read_only=True)
+            block.T[...] = value
+            plgpu.commit_smem()
+            down = place.down + part * HALF
+            column = pl.multiple_of(place.across, HALF) + lax.axis_index("wg") * HALF
+            row, left, size = low, high - low, HALF
+            while size:
 
-            row += left & size
-            size //= 2
+                @pl.when(left & size != 0)
+                def _():
+                    plgpu.copy_smem_to_gmem(
+                        block.at[pl.ds(row, size)],  # noqa: B023 (called at once)
+                        refs[4].at[pl.ds(down + row, size), pl.ds(column, HALF)],  # noqa: B023
+                        commit_group=False,
+                    )
+
+                row += left & size
+                size //= 2
+            plgpu.commit_smem_to_gmem_group()
 
     return _call(
         _Kernel(
@@ -143,13 +165,14 @@ def product(
             multiply=multiply,
             store=store,
             count=count,
-            a=(TILE_ROWS, STEP),
-            b=(columns, STEP) if transposed else (STEP, columns),
-            columns=columns,
+            a=(TILE, STEP) if transposed else (STEP, TILE),
+            b=(MOST_ROWS, STEP),
+            across=MOST_ROWS,
+            counts=COUNTS,
             out_tile=1,
         ),
         (num_rows, width),
-        (table, num_tiles, rows, weights),
+        (table, shared, rows, weights),
     )
 
 
@@ -169,24 +192,24 @@ def outer(left: Array, right: Array, starts: Array, sizes: Array) -> Array:
     """
     num_rows, height = left.shape
     width = right.shape[1]
-    groups, tiles_down = len(sizes), height // TILE_ROWS
+    groups, tiles_down = len(sizes), height // TILE
     columns = _columns(width)
     tiles_across = width // columns
-    # A group without rows takes one step, of which nothing counts.
+    # A group of few rows or none takes two steps too, of which the rest does not count.
     first = jnp.minimum(starts // ALIGNMENT * ALIGNMENT, num_rows - ALIGNMENT)
     ends = starts + sizes
-    steps = jnp.maximum((ends - first + STEP - 1) // STEP, 1)
-    runs = _runs(starts, ends)
-    table = jnp.stack([first, steps, *(edge - first for edge in (starts, ends, *runs))])
+    steps = jnp.maximum((ends - first + STEP - 1) // STEP, 2)
+    edges = starts, ends, *runs(starts, ends)
+    table = jnp.stack([first, steps, *(edge - first for edge in edges)])
 
     def locate(refs, index):
         group = index // (tiles_down * tiles_across)
         index -= group * (tiles_down * tiles_across)
-        row_tile, column_tile = _in_panels(index, tiles_down, tiles_across)
+        row_tile, column_tile = in_panels(index, tiles_down, tiles_across)
         first, steps, low, high, run_low, run_high = (refs[0][i, group] for i in range(6))
         return _Tile(
             group=group,
-            down=row_tile * TILE_ROWS,
+            down=row_tile * TILE,
             across=column_tile * columns,
             steps=steps,
             low=low,
@@ -197,10 +220,11 @@ def outer(left: Array, right: Array, starts: Array, sizes: Array) -> Array:
 
     def load(refs, tile, step, a, b, barrier):
         inner = pl.ds(tile.first + step * STEP, STEP)
-        plgpu.copy_gmem_to_smem(refs[1].at[inner, pl.ds(tile.down, TILE_ROWS)], a, barrier)
+        plgpu.copy_gmem_to_smem(refs[1].at[inner, pl.ds(tile.down, TILE)], a, barrier)
         plgpu.copy_gmem_to_smem(refs[2].at[inner, pl.ds(tile.across, columns)], b, barrier)
 
-    def multiply(total, refs, tile, step, a, b):
+    def multiply(total, refs, tile, step, a, b, count):
+        del count
         half, part = lax.axis_index("wg"), columns // 2
         edges = tile.low, tile.high, *tile.run
         low, high, run_low, run_high = (edge - step * STEP for edge in edges)
@@ -222,13 +246,16 @@ def outer(left: Array, right: Array, starts: Array, sizes: Array) -> Array:
 
         plgpu.wgmma(total, a.at[:, pl.ds(half * HALF, HALF)].T, b)
 
-    def store(refs, place, column, block):
+    def store(refs, place, part, block, value):
         @pl.when(place.group >= 0)
         def _():
-            first = pl.multiple_of(place.down, TILE_ROWS) + lax.axis_index("wg") * HALF
+            plgpu.wait_smem_to_gmem(1, wait_read_only=True)
+            block[...] = value
+            plgpu.commit_smem()
+            column = pl.multiple_of(place.across, HALF) + part * HALF
+            first = pl.multiple_of(place.down, TILE) + lax.axis_index("wg") * HALF
             down = pl.ds(first, HALF)
-            out = refs[3].at[place.group, down, pl.ds(column, block.shape[1])]
-            plgpu.copy_smem_to_gmem(block, out, commit_group=False)
+            plgpu.copy_smem_to_gmem(block, refs[3].at[place.group, down, pl.ds(column, HALF)])
 
     return _call(
         _Kernel(
@@ -238,9 +265,10 @@ def outer(left: Array, right: Array, starts: Array, sizes: Array) -> Array:
             multiply=multiply,
             store=store,
             count=lambda refs: groups * tiles_down * tiles_across,
-            a=(STEP, TILE_ROWS),
+            a=(STEP, TILE),
             b=(STEP, columns),
-            columns=columns,
+            across=columns,
+            counts=range(columns, columns + 1),
             out_tile=8,
             more_scratch=(plgpu.Barrier(num_arrivals=2),),
         ),
@@ -257,62 +285,13 @@ def _zero_rows(ref: Any, low: Any, high: Any) -> None:
     ref[...] = jnp.where((row >= low) & (row < high), values, jnp.zeros_like(values))
 
 
-def _runs(starts: Array, ends: Array) -> tuple[Array, Array]:
-    """Of the groups that follow one another without a gap: the first row and the end, int32 [E]."""
-    gap = starts[1:] != ends[:-1]
-    begins = jnp.concatenate([jnp.ones(1, bool), gap])
-    finishes = jnp.concatenate([gap, jnp.ones(1, bool)])
-    low = lax.cummax(jnp.where(begins, starts, -1))
-    high = lax.cummin(jnp.where(finishes, ends, jnp.iinfo(jnp.int32).max), reverse=True)
-    return low, high
-
-
-def _in_panels(index: Any, tiles_down: Any, tiles_across: int) -> tuple[Any, Any]:
-    """The row and the column of a tile, counted down each column of a panel of PANEL rows."""
-    panel = index // (PANEL * tiles_across)
-    index -= panel * (PANEL * tiles_across)
-    height = jnp.minimum(PANEL, tiles_down - panel * PANEL)
-    return panel * PANEL + lax.rem(index, height), index // height
-
-
-def _halved(tiles: Any, blocks: int) -> Any:
-    """How many of the last tiles two multiprocessors share, with 64 rows for each.
-
-    Those of the last wave, where they would leave half of the multiprocessors without any.
-    """
-    left = lax.rem(tiles, blocks)
-    return jnp.where(2 * left <= blocks, left, 0)
-
-
 def _columns(width: int) -> int:
     """Of a tile; the wider, the less is read for each product."""
     return 256 if width % 256 == 0 else 128
 
 
-def _row_tiles(
-    starts: Array, sizes: Array, num_rows: int, virtual_ranks: int, zero_tail: bool
-) -> tuple[Array, Array]:
-    """The table of tiles of rows, int32 [4, most], and [1], how many count.
-
-    The four: group (-1 for rows that are to be zero), first row, and the first and end of the rows
-    that count, both counted from there.
-    """
-    groups = jnp.arange(len(sizes), dtype=jnp.int32)
-    if zero_tail:
-        edge = jnp.arange(1, virtual_ranks + 1, dtype=jnp.int32) * (num_rows // virtual_ranks)
-        end = (starts + sizes).reshape(virtual_ranks, -1)[:, -1]
-        starts, sizes = jnp.concatenate([starts, end]), jnp.concatenate([sizes, edge - end])
-        groups = jnp.concatenate([groups, jnp.full(virtual_ranks, -1, jnp.int32)])
-    first = starts // ALIGNMENT * ALIGNMENT
-    count = jnp.where(sizes > 0, (starts + sizes - first + TILE_ROWS - 1) // TILE_ROWS, 0)
-    end = jnp.cumsum(count, dtype=jnp.int32)
-    tile = jnp.arange(num_rows // TILE_ROWS + 2 * len(sizes), dtype=jnp.int32)
-    of = jnp.searchsorted(end, tile, side="right", method="compare_all")
-    of = jnp.minimum(of, len(sizes) - 1)
-    begin = first[of] + (tile - (end - count)[of]) * TILE_ROWS
-    low = jnp.maximum(starts[of] - begin, 0)
-    high = jnp.minimum((starts + sizes)[of] - begin, TILE_ROWS)
-    return jnp.stack([groups[of], begin, low, high]), end[-1:]
+def _scalars(ref: Any) -> tuple[Any, ...]:
+    return tuple(ref[i] for i in range(ref.shape[0]))
 
 
 class _Place(NamedTuple):
@@ -352,12 +331,13 @@ class _Kernel:
     name: str
     locate: Callable  # (refs, index) -> _Tile
     load: Callable  # (refs, tile, step, a, b, barrier): starts two copies
-    multiply: Callable  # (total, refs, tile, step, a, b): starts a wgmma
-    store: Callable  # (refs, place, column, block): starts copies of [64, 64] of the result
+    multiply: Callable  # (total, refs, tile, step, a, b, count): starts a wgmma
+    store: Callable  # (refs, place, part, block, value): starts copies of [64, 64] of the result
     count: Callable  # (refs) -> number of tiles
     a: tuple[int, int]  # shape of a slot's operands
     b: tuple[int, int]
-    columns: int
+    across: int  # columns of a warpgroup's accumulators
+    counts: range  # of them that a wgmma takes, the least that is not below tile.high
     out_tile: int  # rows to a multiple of which a part that is stored begins
     more_scratch: tuple[Any, ...] = ()
 
@@ -389,7 +369,7 @@ def _call(kernel: _Kernel, shape: tuple[int, ...], operands: tuple[Array, ...]) 
 
 
 def _swizzled(rows: int) -> tuple[Any, ...]:
-    tile = (rows, 64) if rows > 1 else (64,)
+    tile = (rows, 64)
     return plgpu.TilingTransform(tile), plgpu.SwizzleTransform(128)
 
 
@@ -440,20 +420,17 @@ def _body(kernel: _Kernel, num_operands: int, blocks: int, *refs: Any) -> None:
     def _consume():
         plgpu.set_max_registers(232, action="increase")
 
-        def flush(place, value):
-            for i in range(kernel.columns // HALF):
-                block = out.at[lax.axis_index("wg"), i % 2]
-                plgpu.wait_smem_to_gmem(1, wait_read_only=True)
-                block[...] = value[:, i * HALF : (i + 1) * HALF]
-                plgpu.commit_smem()
-                column = pl.multiple_of(place.across, HALF) + i * HALF
-                kernel.store(refs, place, column, block)
-                plgpu.commit_smem_to_gmem_group()
+        parts = range(kernel.across // HALF)
 
-        def multiply(total, tile, step, done):
+        def flush(place, value, parts):
+            for i in parts:
+                block = out.at[lax.axis_index("wg"), i % 2]
+                kernel.store(refs, place, i, block, value[:, i * HALF : (i + 1) * HALF])
+
+        def multiply(total, tile, step, done, count=kernel.across):
             slot = slot_of(done)
             plgpu.barrier_wait(full.at[slot])
-            kernel.multiply(total, refs, tile, step, a.at[slot], b.at[slot])
+            kernel.multiply(total, refs, tile, step, a.at[slot], b.at[slot], count)
 
         def release(done):
             plgpu.barrier_arrive(empty.at[slot_of(done)])
@@ -465,28 +442,30 @@ def _body(kernel: _Kernel, num_operands: int, blocks: int, *refs: Any) -> None:
             def work():
                 def scope(total):
                     multiply(total, tile, 0, done)
-                    flush(last, value)
+                    flush(last, value, parts[: len(parts) // 2])
+                    multiply(total, tile, 1, done + 1)
+                    flush(last, value, parts[len(parts) // 2 :])
+                    plgpu.wgmma_wait(1)
+                    release(done)
 
-                    @pl.loop(1, tile.steps)
-                    def _(step):
-                        multiply(total, tile, step, done + step)
-                        plgpu.wgmma_wait(1)
-                        release(done + step - 1)
+                    def other_steps(count):
+                        @pl.loop(2, tile.steps)
+                        def _(step):
+                            multiply(total, tile, step, done + step, count)
+                            plgpu.wgmma_wait(1)
+                            release(done + step - 1)
 
+                    branches = [functools.partial(other_steps, n) for n in kernel.counts]
+                    missing = jnp.maximum(tile.high - kernel.counts.start, 0)
+                    lax.switch((missing + kernel.counts.step - 1) // kernel.counts.step, branches)
                     result = total[...]
                     release(done + tile.steps - 1)
                     return result.astype(out.dtype)
 
-                return pl.run_scoped(scope, plgpu.ACC((HALF, kernel.columns)))
+                return pl.run_scoped(scope, plgpu.ACC((HALF, kernel.across)))
 
             def idle():
-                flush(last, value)
-
-                @pl.loop(0, tile.steps)
-                def _(step):
-                    plgpu.barrier_wait(full.at[slot_of(done + step)])
-                    release(done + step)
-
+                flush(last, value, parts)
                 return zeros()
 
             multiplies = tile.multiplies
@@ -494,10 +473,10 @@ def _body(kernel: _Kernel, num_operands: int, blocks: int, *refs: Any) -> None:
             return done + tile.steps, _Place.of(tile), value
 
         def zeros():
-            value = jnp.zeros((HALF, kernel.columns), out.dtype)
+            value = jnp.zeros((HALF, kernel.across), out.dtype)
             return plgpu.layout_cast(value, plgpu.Layout.WGMMA)
 
         none = _Place(*map(jnp.int32, (-1, 0, 0, 0, 0)))
         _, last, value = lax.fori_loop(0, mine, walk, (jnp.int32(0), none, zeros()))
-        flush(last, value)
+        flush(last, value, parts)
         plgpu.wait_smem_to_gmem(0)

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-TILE_ROWS = 128
+TILE = 128  # of which both widths of the weights are multiples
 ALIGNMENT = 8  # of the row at which a copy begins
 
 
@@ -29,11 +29,11 @@ def local_gpu() -> Any:
 
 def obstacle(rows: Any, *weights: Any) -> str | None:
     """Why the kernels do not take these operands, or None if they do."""
-    odd = [n for w in weights for n in w.shape[1:] if n % TILE_ROWS]
+    odd = [n for w in weights for n in w.shape[1:] if n % TILE]
     if rows.dtype != jnp.bfloat16:
         return f"{rows.dtype} operands: they must be bfloat16"
     if rows.shape[0] % ALIGNMENT or not rows.shape[0]:
         return f"{rows.shape[0]} rows: they must be a multiple of {ALIGNMENT}"
     if odd:
-        return f"weights of width {odd[0]}: both of their widths must be multiples of {TILE_ROWS}"
+        return f"weights of width {odd[0]}: both of their widths must be multiples of {TILE}"
     return None

@@ -46,29 +46,30 @@ class Groups:
         return {"group_sizes": jnp.array(self.sizes, jnp.int32), "virtual_ranks": self.ranks}
 
 
-def _with_gradients(function, cotangent, *operands):
-    @jax.jit
-    def run(cotangent, *operands):
-        out, pull = jax.vjp(function, *operands)
-        return out, *pull(cotangent)
+@functools.partial(jax.jit, static_argnames="virtual_ranks")  # sizes do not make another program
+def _product_and_gradients(rows, weights, cotangent, group_sizes, virtual_ranks):
+    settings = {"group_sizes": group_sizes, "virtual_ranks": virtual_ranks, "engine": "pallas"}
+    multiply = functools.partial(jax_moe.grouped_matmul, **settings)
+    out, pull = jax.vjp(multiply, rows, weights)
+    return out, *pull(cotangent)
 
-    return run(cotangent, *operands)
 
-
-def check_product(groups: Groups, inner: int, outer: int) -> None:
-    """Product and both gradients of `grouped_matmul` against float64."""
+def check_product(groups: Groups, inner: int, outer: int, repetitions: int = 1) -> None:
+    """Product and both gradients of `grouped_matmul` against float64, the same bits each time."""
     rng = np.random.default_rng(7)
     rows, cotangent = groups.draw(rng, inner), groups.draw(rng, outer)
     shape = len(groups.sizes), inner, outer
     weights = jnp.asarray(rng.standard_normal(shape), jnp.bfloat16)
-    multiply = functools.partial(jax_moe.grouped_matmul, engine="pallas", **groups.settings)
-    out, d_rows, d_weights = _with_gradients(multiply, cotangent, rows, weights)
+    run = functools.partial(_product_and_gradients, rows, weights, cotangent, **groups.settings)
+    out, d_rows, d_weights = first = run()
+    for _ in range(repetitions - 1):
+        assert all(map(jnp.array_equal, run(), first))
     wants = np.zeros(out.shape), np.zeros(rows.shape), np.zeros(shape)
     on_host = [np.asarray(a) for a in (rows, cotangent, weights)]  # JAX compiles each slice
     for e, here in enumerate(groups.spans):
         x, dy, w = (np.float64(a[i]) for a, i in zip(on_host, (here, here, e), strict=True))
         wants[0][here], wants[1][here], wants[2][e] = x @ w, dy @ w.T, x.T @ dy
-    for got, want in zip((out, d_rows, d_weights), wants, strict=True):
+    for got, want in zip(first, wants, strict=True):
         # bfloat16's rounding of the result; the sums are exact enough in float32.
         scale = np.abs(want).max()
         np.testing.assert_allclose(np.float64(got), want, rtol=2**-8, atol=2e-3 * scale)
@@ -89,7 +90,13 @@ def swiglu_and_gradients(groups: Groups, hidden: int, width: int, engine: str) -
         jax_moe.grouped_swiglu, tail="undefined", engine=engine, **groups.settings
     )
     operands = rows, jnp.asarray(factors, jnp.float32), *weights
-    out, d_rows, d_s, d_in, d_out = _with_gradients(swiglu, cotangent, *operands)
+
+    @jax.jit
+    def run(cotangent, *operands):
+        out, pull = jax.vjp(swiglu, *operands)
+        return out, *pull(cotangent)
+
+    out, d_rows, d_s, d_in, d_out = run(cotangent, *operands)
     assert not np.any(d_s[~groups.real])
     rows_of = [a[groups.real] for a in (out, d_rows, d_s)]
     return [np.asarray(a, np.float64) for a in (*rows_of, d_in, d_out)]

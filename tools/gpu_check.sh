@@ -39,7 +39,7 @@ section exchange 240 bash -c 'tests --maxfail=8 "$@"' tests ${gpu}_exchange.py
 section groups 90 bash -c 'tests "$@"' tests ${gpu}_groups.py
 section faults 60 bash -c 'tests "$@"' tests ${gpu}_faults.py
 section graphs 180 bash -c 'tests -s "$@"' tests ${gpu}_graphs.py
-section matmul 120 bash -c 'tests "$@"' tests ${gpu}_matmul.py
+section matmul 240 bash -c 'tests "$@"' tests ${gpu}_matmul.py
 section layer 90 bash -c 'tests "$@"' tests ${gpu}_layer.py
 section soak 120 bash -c 'tests "$@"' tests ${gpu}_soak.py
 # Stops and kills processes of its own; their logs lie in processes/, beside the section's.

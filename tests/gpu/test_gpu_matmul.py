@@ -9,44 +9,38 @@ from pallas_cases import Groups, check_product, check_swiglu
 
 import jax_moe
 
+# Those with as many groups and rows share the kernels, whose compilation is what takes long.
 GROUPS = {
     "unaligned": Groups(1, 640, (70, 0, 129, 5, 300, 64, 1, 8)),
+    "empty": Groups(1, 640, (0,) * 8),
+    "full": Groups(1, 640, (0, 640, 0, 0, 0, 0, 0, 0)),
     "one_row": Groups(1, 8, (1,)),
-    "empty": Groups(1, 256, (0, 0, 0)),
-    "full": Groups(1, 1024, (0, 1024)),
     "virtual_ranks": Groups(4, 300, (299, 1, 0, 0, 150, 150, 7, 100)),
 }
 
 
 @pytest.mark.parametrize(
     ("name", "inner", "outer"),
-    [*((name, 384, 1280) for name in GROUPS), ("unaligned", 2048, 256), ("full", 128, 128)],
+    [
+        *((name, 384, 1280) for name in ("unaligned", "empty", "full", "virtual_ranks")),
+        ("unaligned", 2048, 256),
+        ("one_row", 128, 128),
+    ],
 )
 def test_product_and_gradients(name, inner, outer):
     check_product(GROUPS[name], inner, outer)
 
 
-@pytest.mark.parametrize("name", ["unaligned", "virtual_ranks"])
-def test_swiglu_equals_that_of_another_engine(name):
-    check_swiglu(GROUPS[name], 256, 384, "large_blocks", contextlib.nullcontext())
+def test_swiglu_equals_that_of_another_engine():
+    check_swiglu(GROUPS["virtual_ranks"], 256, 384, "large_blocks", contextlib.nullcontext())
 
 
 def test_random_sizes_again_and_again():
-    # Many tiles on every multiprocessor; the results of repeated calls have the same bits.
+    # Many tiles on every multiprocessor.
     rng = np.random.default_rng(1)
-    multiply = jax.jit(lambda *a: jax_moe.grouped_matmul(*a, engine="pallas"))
-    gradient = jax.jit(jax.grad(lambda w, r, s: multiply(r, w, s).astype("float32").sum()))
-    for _ in range(2):
+    for _ in range(3):
         sizes = rng.multinomial(rng.integers(3000, 6000), rng.dirichlet(np.ones(16)))
-        groups = Groups(1, 6000, tuple(sizes.tolist()))
-        rows, group_sizes = groups.draw(rng, 512), groups.settings["group_sizes"]
-        weights = jax.numpy.asarray(rng.standard_normal((16, 512, 2048)), "bfloat16")
-        first = None
-        for _ in range(20):
-            results = multiply(rows, weights, group_sizes), gradient(weights, rows, group_sizes)
-            first = results if first is None else first
-            assert all(map(jax.numpy.array_equal, results, first))
-        check_product(groups, 512, 2048)
+        check_product(Groups(1, 6000, tuple(sizes.tolist())), 512, 2048, repetitions=20)
 
 
 def test_arrays_on_the_cpu_are_multiplied_there():
