@@ -30,7 +30,9 @@ def test_command_line_compares_times_and_reports(tmp_path, capsys):
         assert record["peak_bytes"] > 0
     assert list(found["skipped"]) == ["maxtext"]
     report = out[1].read_text()
-    assert report.strip() in capsys.readouterr().out
+    printed = capsys.readouterr()
+    assert report.strip() in printed.out
+    assert "compiling moe: " in printed.err and "compiling the parts: " in printed.err
     for words in (*columns, *parts, "skewed, MaxVio", "Not run: maxtext"):
         assert words in report
 

@@ -3,10 +3,27 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import pathlib
-from collections.abc import Callable, Sequence
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
+
+
+def say(text: str) -> None:
+    """Tells on standard error how far a bench is; its report goes to standard output."""
+    print(text, file=sys.stderr, flush=True)
+
+
+@contextlib.contextmanager
+def told(what: str) -> Iterator[None]:
+    """Says what begins, and how long it took."""
+    say(f"{what} ...")
+    start = time.monotonic()
+    yield
+    say(f"{what}: {time.monotonic() - start:.0f} s")
 
 
 def count(text: str) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jax_moe
-from jax_moe.bench import _columns, _deepep, _problem, _programs, _shapes
+from jax_moe.bench import _columns, _command_line, _deepep, _problem, _programs, _shapes
 from jax_moe.bench._check import Expected, WrongResult
 from jax_moe.bench._clock import Preparation, Timed, Times, time_in_turns
 from jax_moe.bench._traffic import Traffic
@@ -88,7 +87,7 @@ class Outcome:
 
 def run(options: Options, devices, say: Callable[[str], None] | None = None) -> Outcome:
     """Measures every column in every setting, in all within about `options.seconds`."""
-    say = say or (lambda text: print(text, file=sys.stderr, flush=True))
+    say = say or _command_line.say
     mesh = jax_moe.make_mesh(rank=len(devices), devices=devices)
     group = jax_moe.ExpertGroup(mesh, axes=("rank",), virtual_ranks=options.virtual_ranks)
     prepare, skipped = Preparation(mesh), {}

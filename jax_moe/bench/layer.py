@@ -99,7 +99,8 @@ def _whole_layers(layer, ids, names: Sequence[str], skipped: dict[str, str]):
     compiled, first = {}, None
     for name in names:
         try:
-            compiled[name] = _gradients(_layer_columns.make(name, layer, ids), layer)
+            with _command_line.told(f"compiling {name}"):
+                compiled[name] = _gradients(_layer_columns.make(name, layer, ids), layer)
         except NotImplementedError as error:
             skipped[name] = str(error)
             continue
@@ -130,7 +131,9 @@ def run(args: argparse.Namespace, devices: Sequence[Any]) -> tuple[dict[str, Any
     on_cpu = devices[0].platform == "cpu"
     if not args.no_parts:
         way = _layer_columns.make_way("cpu" if on_cpu else "ptx", layer, ids)
-        programs |= {("part", name): part for name, part in make_parts(layer, *way).items()}
+        with _command_line.told("compiling the parts"):
+            parts = make_parts(layer, *way)
+        programs |= {("part", name): part for name, part in parts.items()}
     for program in programs.values():  # on GPUs the first runs capture a CUDA graph
         for _ in range(2):
             jax.block_until_ready(program())

@@ -310,7 +310,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for alike in cases:
         for record in measure(alike, args, before, speed, left_out):
             dense = record if record.engine == DENSE else dense
-            print(_row(record, dense), file=sys.stderr, flush=True)
+            _command_line.say(_row(record, dense))
             records.append(record)
     report = "\n".join(_lines(records, left_out, conditions, args.calls)) + "\n"
     document: dict[str, Any] = {"conditions": conditions, "left_out": left_out}
