@@ -58,6 +58,11 @@ def array(name: str, value: Any) -> jax.Array:
         raise TypeError(f"{name} is a {type(value).__name__}: must be an array.") from error
 
 
+def arrays(**values: Any) -> list[jax.Array]:
+    """The values as arrays, by their names; see `array`."""
+    return [array(name, value) for name, value in values.items()]
+
+
 def float_dtype(name: str, value: Any) -> Any:
     """The value as a dtype.
 

@@ -23,6 +23,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jax_moe import _pallas_operands, _row_blocks
+from jax_moe._arguments import arrays, integer
 from jax_moe._implementation import vary_alike
 from jax_moe._rounding import sum_dtype
 
@@ -62,9 +63,11 @@ def grouped_matmul(
       [V*C, N] of the same dtype; zero past the last group.
 
     Raises:
+      TypeError: an operand is no array, or virtual_ranks no integer.
       ValueError: the shapes or dtypes do not fit each other, or the engine.
     """
-    rows, weights, group_sizes = map(jnp.asarray, (rows, weights, group_sizes))
+    rows, weights, group_sizes = arrays(rows=rows, weights=weights, group_sizes=group_sizes)
+    virtual_ranks = integer("virtual_ranks", virtual_ranks, 1)
     check_operands(rows, weights, group_sizes, virtual_ranks)
     engines = resolve_engines(engine, rows, weights)
     rows, weights, group_sizes = vary_alike(rows, weights, group_sizes)
@@ -123,7 +126,7 @@ def check_operands(rows: Array, weights: Array, group_sizes: Array, virtual_rank
         raise ValueError(f"{text}: rows and weights must have one floating-point dtype; cast one.")
     if group_sizes.shape != weights.shape[:1] or group_sizes.dtype != jnp.int32:
         raise ValueError(f"{text}: group_sizes must be int32, one for each of the weights.")
-    if virtual_ranks < 1 or rows.shape[0] % virtual_ranks or weights.shape[0] % virtual_ranks:
+    if rows.shape[0] % virtual_ranks or weights.shape[0] % virtual_ranks:
         raise ValueError(f"{text}: virtual_ranks must divide both the rows and the experts.")
 
 

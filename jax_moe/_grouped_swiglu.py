@@ -16,6 +16,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jax_moe import _pallas_operands
+from jax_moe._arguments import arrays, integer
 from jax_moe._grouped_matmul import (
     BLOCK_ROWS,
     Engine,
@@ -70,10 +71,13 @@ def grouped_swiglu(
       [V*C, H] of the rows' dtype; zero past the last group.
 
     Raises:
+      TypeError: an operand is no array, or virtual_ranks no integer.
       ValueError: the shapes or dtypes do not fit each other, or the engine.
     """
-    operands = map(jnp.asarray, (rows, row_s, gate_up, down, group_sizes))
-    rows, row_s, gate_up, down, group_sizes = operands
+    rows, row_s, gate_up, down, group_sizes = arrays(
+        rows=rows, row_s=row_s, gate_up=gate_up, down=down, group_sizes=group_sizes
+    )
+    virtual_ranks = integer("virtual_ranks", virtual_ranks, 1)
     check_operands(rows, gate_up, group_sizes, virtual_ranks)
     wanted = (gate_up.shape[0], gate_up.shape[2] // 2, rows.shape[1])
     if gate_up.shape[2] % 2 or down.shape != wanted or down.dtype != rows.dtype:

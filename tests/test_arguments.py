@@ -39,6 +39,15 @@ def saved_bytes(**changes):
     return jax_moe.saved_bytes("save_rows", **(SIZES | dict(capacity=8, hidden=8) | changes))
 
 
+def grouped_matmul(rows=ROWS, **settings):
+    return jax_moe.grouped_matmul(rows, [[[1.0], [2.0]]], np.int32([2]), **settings)
+
+
+def grouped_swiglu(row_s=(1.0, 1.0), **settings):
+    gate_up, down = [[[1.0, 1.0]] * 2], [[[1.0, 2.0]]]
+    return jax_moe.grouped_swiglu(ROWS, row_s, gate_up, down, np.int32([2]), **settings)
+
+
 INTEGERS = {
     jax_moe.make_mesh: ["data", "node", "rank"],
     exchange: ["num_experts", "capacity", "alignment"],
@@ -47,6 +56,8 @@ INTEGERS = {
     lambda **changes: jax_moe.row_capacity(**(SIZES | changes)): [*SIZES, "alignment"],
     lambda **changes: jax_moe.pool_bytes(**(SIZES | dict(hidden=8) | changes)): [*SIZES, "hidden"],
     saved_bytes: [*SIZES, "capacity", "hidden"],
+    grouped_matmul: ["virtual_ranks"],
+    grouped_swiglu: ["virtual_ranks"],
 }
 NUMBERS = {
     GROUP.set_timeout: ["timeout_s"],
@@ -96,6 +107,8 @@ def test_dtypes(value):
         (lambda: jax_moe.route(ROWS, None, None), "config is a NoneType: must be a jax_moe.Router"),
         (lambda: jax_moe.update_bias(jnp.zeros(2), [1, 2], "0.1"), "step_size is a str"),
         (lambda: jax_moe.update_bias([0, 0], [1, 2], 0.1), "bias has dtype int32"),
+        (lambda: grouped_matmul(rows=None), "rows is a NoneType: must be an array"),
+        (lambda: grouped_swiglu(row_s="1"), "row_s is a str: must be an array"),
         (lambda: jax_moe.preflight(MESH), "target is a Mesh: must be a jax_moe.ExpertGroup"),
         (lambda: jax_moe.preflight(["cpu"]), "element of target is a str: must be a jax.Device"),
     ],
@@ -114,6 +127,8 @@ def test_devices_that_are_not_there():
 
 def test_lists_are_arrays():
     assert exchange()[0].shape == (4, 2)
+    assert grouped_matmul().tolist() == [[5.0], [5.0]]
+    assert grouped_swiglu().shape == (2, 2)
     logits = [[1.0, 2.0, 3.0, 0.0]]
     routing = jax_moe.route(logits, [0.0] * 4, ROUTER)
     assert routing.expert_ids.tolist() == [[2, 1]]
