@@ -137,7 +137,8 @@ def product(
 
         @pl.when(low < high)
         def _():
-            plgpu.wait_smem_to_gmem(1, wait_read_only=True)
+            # Of an odd number of parts the last one was in the block that the first one takes next.
+            plgpu.wait_smem_to_gmem(1 if part else 0, wait_read_only=True)
             block.T[...] = value
             plgpu.commit_smem()
             down = place.down + part * HALF
