@@ -33,7 +33,7 @@ endif
 
 PIP := bin/python -m pip --disable-pip-version-check --quiet
 NATIVE_SOURCES := $(wildcard xla_ffi/* ptx/*)
-PYTHON_SOURCES := $(shell find jax_moe -name '*.py')
+PYTHON_SOURCES := $(shell find jax_moe -name '*.py' -o -name '*.pyi' -o -name py.typed)
 CXX_FILES := $(wildcard ptx/*.h $(foreach d,xla_ffi tests/*,$d/*.h $d/*.cc))
 
 # What jaxlib 0.12 could break: the custom calls, their transformations, Pallas, the router, the README.
@@ -89,7 +89,7 @@ $(BUILD_VENV)/.build-requirements: $(BUILD_VENV)/.made pyproject.toml tests/cons
 	@touch $@
 
 # Finds what the editable installation has compiled.
-build/wheel/.built: $(BUILD_VENV)/.build-requirements $(NATIVE_SOURCES) $(PYTHON_SOURCES) README.md
+build/wheel/.built: $(BUILD_VENV)/.build-requirements $(NATIVE_SOURCES) $(PYTHON_SOURCES) README.md LICENSE
 	rm -rf build/wheel
 	$(BUILD_VENV)/$(PIP) wheel --no-build-isolation --no-deps --wheel-dir build/wheel .
 	@touch $@

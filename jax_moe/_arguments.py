@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 PAYLOAD_DTYPES = ("float32", "bfloat16")
 
@@ -41,9 +42,12 @@ def number(name: str, value: Any) -> float:
       TypeError: it is no real number; a string of one is none.
     """
     try:
-        return value.__float__()
-    except (AttributeError, TypeError):
-        raise TypeError(f"{name}={value!r}: must be a number.") from None
+        found = None if isinstance(value, bool) else value.__float__()
+    except (AttributeError, OverflowError, TypeError):
+        found = None
+    if found is None:
+        raise TypeError(f"{name}={value!r}: must be a number.")
+    return found
 
 
 def array(name: str, value: Any) -> jax.Array:
@@ -51,11 +55,18 @@ def array(name: str, value: Any) -> jax.Array:
 
     Raises:
       TypeError: it is none of these.
+      ValueError: it has integers that the type in which JAX holds them has not.
     """
     try:
-        return jnp.asarray(value)
+        found = jnp.asarray(value)
     except (TypeError, ValueError) as error:
         raise TypeError(f"{name} is a {type(value).__name__}: must be an array.") from error
+    except OverflowError as error:
+        raise ValueError(f"{name} has integers that do not fit an int32.") from error
+    integers_of_numpy = isinstance(value, np.ndarray) and value.dtype.kind in "iu"
+    if integers_of_numpy and np.any(value.astype(found.dtype) != value):
+        raise ValueError(f"{name} is {value.dtype} with integers that no {found.dtype} has.")
+    return found
 
 
 def arrays(**values: Any) -> list[jax.Array]:
@@ -100,10 +111,10 @@ def payload_dtype(name: str, value: Any, implementation: str) -> Any:
 
 
 def instance(name: str, value: Any, kinds: Any, wanted: str) -> None:
-    """Refuses what is of other classes.
+    """Refuses a value that is no instance of `kinds`.
 
     Raises:
-      TypeError: it is; the message ends with what is `wanted`.
+      TypeError: it is none; the message ends with what is `wanted`.
     """
     if not isinstance(value, kinds):
         raise TypeError(f"{name} is a {type(value).__name__}: must be {wanted}.")

@@ -306,8 +306,8 @@ class ExpertGroup:
     def location(self) -> jax.Array:
         """This device's place, inside `jax.shard_map`: int32[2] = (group instance, index in it)."""
         zero = jnp.int32(0)
-        instance = jax.lax.axis_index(self.other_axes) if self.other_axes else zero
-        return jnp.stack([instance, jax.lax.axis_index(self.axes)]).astype(jnp.int32)
+        number = jax.lax.axis_index(self.other_axes) if self.other_axes else zero
+        return jnp.stack([number, jax.lax.axis_index(self.axes)]).astype(jnp.int32)
 
 
 def check_group(group: ExpertGroup) -> None:

@@ -338,7 +338,7 @@ class _Kernel:
     a: tuple[int, int]  # shape of a slot's operands
     b: tuple[int, int]
     across: int  # columns of a warpgroup's accumulators
-    counts: range  # of them that a wgmma takes, the least that is not below tile.high
+    counts: range  # of them that a wgmma takes: the only one, or the least not below tile.high
     out_tile: int  # rows to a multiple of which a part that is stored begins
     more_scratch: tuple[Any, ...] = ()
 

@@ -22,8 +22,7 @@ sys.path.append(str(Path(__file__).parents[1]))
 
 # These files share compiled programs, and so one process where pytest-xdist spreads the tests.
 CASES = ("test_exchange", "test_gradients", "test_plan")
-
-
+# These take longest.
 LONG = (*CASES, "test_train_processes", "test_transformations")
 
 
@@ -36,7 +35,7 @@ def pytest_collection_modifyitems(items):
 def pytest_xdist_make_scheduler(config, log):
     """Keeps in one process what shares fixtures and compiled programs: a file, or these files.
 
-    They are taken in the order above, where xdist would take first what has most tests.
+    The long ones still come first, where xdist would take first what has most tests.
     """
     config.option.loadscopereorder = False
     from xdist.scheduler import LoadScopeScheduling

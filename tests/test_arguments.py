@@ -77,7 +77,7 @@ def test_integers(value):
             assert f"{name}={value!r}: must be an integer" in str(caught.value)
 
 
-@pytest.mark.parametrize("value", ["2", [2.0]], ids=repr)
+@pytest.mark.parametrize("value", ["2", True, [2.0], 10**400], ids=["str", "bool", "list", "huge"])
 def test_numbers(value):
     for function, names in NUMBERS.items():
         for name in names:
@@ -117,6 +117,19 @@ def test_other_types(call, words):
     with pytest.raises(TypeError) as caught:
         call()
     assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("ids", "words"),
+    [
+        (np.array([[0, 2**32 + 1]]), "expert_ids is int64 with integers that no int32 has"),
+        ([[0, 2**40]], "expert_ids has integers that do not fit an int32"),
+    ],
+)
+def test_integers_that_do_not_fit(ids, words):
+    with pytest.raises(ValueError, match=words):
+        exchange(ids=ids)
+    assert exchange(ids=np.array(IDS))[0].shape == (4, 2)
 
 
 def test_devices_that_are_not_there():

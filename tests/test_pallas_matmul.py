@@ -26,11 +26,12 @@ def few_multiprocessors(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("groups", "outer"),
-    [(UNALIGNED, 256), (Groups(2, 128, (60, 3, 0, 104)), 128)],
+    ("groups", "outer", "blocks"),
+    [(UNALIGNED, 256, 3), (Groups(2, 128, (60, 3, 0, 104)), 128, 10)],
     ids=["unaligned", "two_ranks"],
 )
-def test_product_and_gradients(groups, outer):
+def test_product_and_gradients(groups, outer, blocks, monkeypatch):
+    monkeypatch.setattr(_pallas_matmul, "_multiprocessors", lambda: blocks)
     with plgpu.force_gpu_interpret_mode():
         check_product(groups, 128, outer)
 

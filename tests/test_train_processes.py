@@ -44,8 +44,8 @@ def children(pid: int) -> list[int]:
 def watcher(pid: int) -> list[int]:
     """The process's watcher, if it has one yet; what it imports may start others for a moment."""
     found = []
-    for child in children(pid):
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        for child in children(pid):
             if b"watcher.py" in Path(f"/proc/{child}/cmdline").read_bytes():
                 found.append(child)
     return found

@@ -87,5 +87,5 @@ class Checkpoints:
 def _writing() -> Iterator[None]:
     try:
         yield
-    except ValueError as error:  # so it comes from the library, also where the disk is full
+    except ValueError as error:  # what the library makes of a full disk too
         raise OSError(str(error)) from error

@@ -54,8 +54,8 @@ def told_what_to_do(folder: Path) -> Iterator[None]:
     except OSError as error:
         raise RuntimeError(
             f"{error.filename or folder}: {error.strerror or error}. What {folder} holds stays: "
-            "make room there or change its rights, and the same command goes on from the last "
-            f"checkpoint; or give another folder ({_OWN})."
+            "once that is mended (room, or rights to write), the same command goes on from the "
+            f"last checkpoint; or give another folder ({_OWN})."
         ) from error
 
 

@@ -146,7 +146,7 @@ class Run:
         try:
             yield
         except OSError:
-            with suppress(OSError):
+            with suppress(Exception):  # the first error is the one to tell
                 self.checkpoints.close()
             raise
 

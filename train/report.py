@@ -72,7 +72,7 @@ class Log:
     def close(self) -> None:
         """Closes the file."""
         if self._file is not None:
-            with contextlib.suppress(OSError):  # `write` has told it
+            with contextlib.suppress(OSError):  # what was written is flushed, or was told
                 self._file.close()
 
 

@@ -15,6 +15,8 @@ GROUPS = {
     "empty": Groups(1, 640, (0,) * 8),
     "full": Groups(1, 640, (0, 640, 0, 0, 0, 0, 0, 0)),
     "one_row": Groups(1, 8, (1,)),
+    # Tiles of one and three parts, and tails: a block of shared memory is taken again at once.
+    "short_tiles": Groups(8, 8192, (150, 170, 190, 130, 40, 60, 1, 0) * 8),
     "virtual_ranks": Groups(4, 300, (299, 1, 0, 0, 150, 150, 7, 100)),
 }
 
@@ -25,10 +27,11 @@ GROUPS = {
         *((name, 384, 1280) for name in ("unaligned", "empty", "full", "virtual_ranks")),
         ("unaligned", 2048, 256),
         ("one_row", 128, 128),
+        ("short_tiles", 128, 128),
     ],
 )
 def test_product_and_gradients(name, inner, outer):
-    check_product(GROUPS[name], inner, outer)
+    check_product(GROUPS[name], inner, outer, repetitions=3)
 
 
 def test_swiglu_equals_that_of_another_engine():
