@@ -10,6 +10,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jax_moe
+from jax_moe import _pallas_matmul
 
 ENGINES = ("blocks", "large_blocks", "ragged_dot")
 # virtual ranks, rows of one, sizes of the groups
@@ -191,6 +192,7 @@ def hopper_host(monkeypatch):
     """A host with a Hopper GPU, whose programs run on CPU devices all the same."""
     gpu = types.SimpleNamespace(platform="gpu", compute_capability="9.0", core_count=132)
     monkeypatch.setattr(jax, "local_devices", lambda **_: [gpu])
+    monkeypatch.setattr(_pallas_matmul, "COUNTS", range(256, 257))  # less to lower
 
 
 def result_and_gradients(operation, operands, sizes):

@@ -53,7 +53,7 @@ def test_a_place_that_can_hold_no_run_is_refused_by_name(tmp_path, place):
 def test_a_file_that_cannot_be_written_is_named(tmp_path):
     config = toy.changed(toy.CONFIG, run_dir=str(tmp_path))
     (tmp_path / "config.part").mkdir()
-    told = rf"^{tmp_path}/config.part: Is a directory\. What {tmp_path} holds stays: make room"
+    told = rf"^{tmp_path}/config.part: Is a directory\. What {tmp_path} holds stays: once that"
     with pytest.raises(RuntimeError, match=told), told_what_to_do(tmp_path):
         claim_folder(config, "a text")
 
