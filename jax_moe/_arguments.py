@@ -9,8 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-PAYLOAD_DTYPES = ("float32", "bfloat16")
-
 
 def integer(name: str, value: Any, least: int | None = None) -> int:
     """The value as an int, numpy's included; with `least` a size, which fits an int32.
@@ -91,7 +89,8 @@ def float_dtype(name: str, value: Any) -> Any:
 
 def payload_dtypes(implementation: str) -> tuple[str, ...]:
     """The types of rows that an implementation carries."""
-    return PAYLOAD_DTYPES if implementation in ("cpu", "ptx") else (*PAYLOAD_DTYPES, "float64")
+    narrow = "float32", "bfloat16"
+    return narrow if implementation in ("cpu", "ptx") else (*narrow, "float64")
 
 
 def payload_dtype(name: str, value: Any, implementation: str) -> Any:

@@ -320,7 +320,12 @@ def pool_bytes(
 def pool_sizes(
     num_ranks: int, tokens: int, top_k: int, num_experts: int, hidden: int, dtype
 ) -> tuple[int, int, int, int]:
-    """Tokens of a rank, experts of a token, experts, bytes of a token: of calls that there are."""
+    """Checked sizes of a call: tokens of a rank, experts of a token, experts, bytes of a token.
+
+    Raises:
+      ValueError: implementation="ptx" has no such calls; the message says why.
+      TypeError: a size is no integer, or the dtype none of floating point.
+    """
     num_ranks, tokens, top_k, num_experts, hidden = integers(
         num_ranks=num_ranks, tokens=tokens, top_k=top_k, num_experts=num_experts, hidden=hidden
     )

@@ -272,6 +272,7 @@ class ExpertGroup:
 
         Raises:
           ValueError: implementation="ptx" has no such calls.
+          TypeError: a size is no integer, or the dtype none of floating point.
           MemoryError: no room beside XLA's preallocation.
           RuntimeError: another process did not make the same call in time.
         """

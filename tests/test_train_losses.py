@@ -48,11 +48,11 @@ def losses(mesh: str, **changes) -> np.ndarray:
     return train(mesh, **changes)[0]
 
 
-@pytest.mark.parametrize(
-    "mesh",
-    ["4 devices, 2 virtual ranks", "1 device, 8 virtual ranks", "1 device, 1 rank",
-     "2 replicas of 2 nodes of 2"],
-)  # fmt: skip
+# The one left out lies between those of 2 and of 8 virtual ranks.
+LEFT_OUT = FIRST, "2 devices, 4 virtual ranks"
+
+
+@pytest.mark.parametrize("mesh", [mesh for mesh in toy.MESHES if mesh not in LEFT_OUT])
 def test_meshes(mesh):
     np.testing.assert_allclose(losses(mesh), losses(FIRST), rtol=1e-5)
 

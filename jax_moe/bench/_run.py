@@ -85,9 +85,8 @@ class Outcome:
     skipped: dict[str, str]  # column -> why
 
 
-def run(options: Options, devices, say: Callable[[str], None] | None = None) -> Outcome:
+def run(options: Options, devices, say: Callable[[str], None] = _command_line.say) -> Outcome:
     """Measures every column in every setting, in all within about `options.seconds`."""
-    say = say or _command_line.say
     mesh = jax_moe.make_mesh(rank=len(devices), devices=devices)
     group = jax_moe.ExpertGroup(mesh, axes=("rank",), virtual_ranks=options.virtual_ranks)
     prepare, skipped = Preparation(mesh), {}
